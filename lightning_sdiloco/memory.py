@@ -9,8 +9,7 @@ ones included, are at no time more than were in use at another.
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -38,7 +37,10 @@ class SparePages:
 
 
 class _Spares:
-    """Lends pages, and keeps those that come back while somebody asks for it."""
+    """Lends pages, and keeps those that come back while somebody asks for it.
+
+    A finalizer may run wherever memory is allocated, also in here: who finds the lock taken leaves the pages alone.
+    """
 
     def __init__(self) -> None:
         self._asked: dict[int, int] = {}
@@ -52,22 +54,16 @@ class _Spares:
         self._asked[who] = size
         if not size:
             del self._asked[who]
-        with self._unless_locked() as is_free:
-            if is_free:
-                self._trim()
+        self._change([])
 
     def lend(self, size: int) -> memoryview:
         """Returns pages of at least so many bytes; they come back when nobody refers to them any more."""
-        with self._unless_locked() as is_free:
-            spare = self._fitting(size) if is_free else None
-        pages = _new_pages(size) if spare is None else spare
+        pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
         self._lent[id(lent)] = len(pages)
         weakref.finalize(lent, self._take_back, id(lent), pages).atexit = False
         self._most = max(self._most, self._in_use)
-        with self._unless_locked() as is_free:
-            if is_free:
-                self._trim()
+        self._change([])
         return lent
 
     @property
@@ -76,38 +72,27 @@ class _Spares:
 
     def _take_back(self, lent: int, pages: mmap.mmap) -> None:
         del self._lent[lent]
-        with self._unless_locked() as is_free:
-            if is_free:
-                self._pages.append(pages)
-                self._trim()
+        self._change([pages])
 
-    def _fitting(self, size: int) -> mmap.mmap | None:
-        """Takes the smallest spare pages that are hardly larger, if there are any."""
-        fitting = [pages for pages in self._pages if size <= len(pages) <= size + size // 16]
-        if not fitting:
+    def _change(self, back: list[mmap.mmap], size: int = 0) -> mmap.mmap | None:
+        """Keeps what comes back; takes the smallest spare pages for a size that are hardly larger, if asked to."""
+        if not self._lock.acquire(blocking=False):
             return None
-        best = min(fitting, key=len)
-        self._pages = [pages for pages in self._pages if pages is not best]
-        return best
-
-    def _trim(self) -> None:
-        """Drops what nobody asks for, and what would make all pages more than were ever in use."""
-        spare = sum(map(len, self._pages))
-        self._drop(spare - min(sum(list(self._asked.values())), self._most - self._in_use))
-
-    def _drop(self, size: int) -> None:
-        """Gives the oldest pages back to the system, at least so many bytes if there are as many."""
-        while size > 0 and self._pages:
-            size -= len(self._pages.pop(0))
-
-    @contextmanager
-    def _unless_locked(self) -> Iterator[bool]:
-        is_free = self._lock.acquire(blocking=False)
         try:
-            yield is_free
+            self._pages += back
+            if size:
+                fitting = [pages for pages in self._pages if size <= len(pages) <= size + size // 16]
+                best = min(fitting, key=len, default=None)
+                self._pages = [pages for pages in self._pages if pages is not best]
+                return best
+            # What nobody asks for goes, and what would make all pages more than were ever in use: the oldest first.
+            asked = sum(list(self._asked.values()))
+            excess = sum(map(len, self._pages)) - min(asked, self._most - self._in_use)
+            while excess > 0 and self._pages:
+                excess -= len(self._pages.pop(0))
+            return None
         finally:
-            if is_free:
-                self._lock.release()
+            self._lock.release()
 
 
 _SPARES = _Spares()

@@ -11,7 +11,7 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 from lightning_sdiloco.lightning.fabric import FabricWorkerGroupStrategy
 from lightning_sdiloco.lightning.fit import Distribution, InnerStepHooks
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host.patching import check_class, replace
+from lightning_sdiloco.lightning.host.patching import check_without_trainer, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin
 from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
 from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
@@ -31,7 +31,7 @@ __all__ = [
     "WholeModel",
     "WorkerGroupStrategy",
     "ConnectedGroups",
-    "check_class",
+    "check_without_trainer",
     "in_batch",
     "read_run",
     "replace",

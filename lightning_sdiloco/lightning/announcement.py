@@ -35,11 +35,31 @@ class Announcement:
     """Says at the start what trains, and after ten inner steps how fast."""
 
     def __init__(self, engine: StreamingDiLoCo, module: nn.Module, environment: Any = None) -> None:
-        """Takes the environment of the processes, where signals end a fit."""
         self._engine, self._environment = engine, environment
-        self._bytes = wire_bytes(engine, module)
         self._times: list[float] = []
-        rank_zero_info(at_start(engine, self._bytes))
+        topology, settings = engine.topology, engine.settings
+        # What a rank sends to other worker groups for each fragment, without buffers.
+        others = topology.num_groups - 1
+        all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
+        numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
+        shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
+        self._bytes = [
+            others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index) for shard in shards
+        ]
+        least, most = readable(min(self._bytes)), readable(max(self._bytes))
+        sent = least if least == most else f"{least} to {most}"
+        first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
+        numbers = ", ".join(
+            f"{name}={value if isinstance(value, str) else format(value, 'g')}"
+            for name, value in settings.numbers_and_policies.items()
+        )
+        rank_zero_info(
+            f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
+            f" {_counted(topology.group_size, 'rank')}, {_counted(len(shards), 'fragment')},"
+            f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, {numbers}; each rank sends"
+            f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first launch follows inner step"
+            f" {engine.inner_steps - engine.steps_in_rounds + first}."
+        )
 
     def step(self) -> None:
         """Notes that an inner step has ended. After the first ten it does nothing."""
@@ -49,63 +69,35 @@ class Announcement:
         if len(self._times) == _LAST:
             times = self._times[_FIRST:]
             seconds = median(after - before for before, after in zip(times, times[1:], strict=False))
-            rank_zero_info(when_measured(self._engine, self._bytes, seconds))
+            rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{self._for_the_link(seconds)}.")
             if self._environment is not None:
-                told = warning(self._engine.longest_wait(), seconds, _early_signal(self._environment))
+                # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
+                requeue = getattr(self._environment, "requeue_signal", None)
+                signal = requeue and (requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM")
+                told = warning(self._engine.longest_wait(), seconds, signal)
                 if told:
                     _log.warning(told)
 
-
-def wire_bytes(engine: StreamingDiLoCo, module: nn.Module) -> list[int]:
-    """Returns what a rank sends to other worker groups for each fragment, without buffers."""
-    topology, settings = engine.topology, engine.settings
-    others = topology.num_groups - 1
-    all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
-    numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
-    shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
-    return [others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index) for shard in shards]
-
-
-def at_start(engine: StreamingDiLoCo, nbytes: list[int]) -> str:
-    """Returns the line for the start."""
-    topology, settings = engine.topology, engine.settings
-    began_at = engine.inner_steps - engine.steps_in_rounds
-    first = next(step for step in count(engine.steps_in_rounds + 1) if engine.schedule.launches(step))
-    least, most = readable(min(nbytes)), readable(max(nbytes))
-    sent = least if least == most else f"{least} to {most}"
-    sent = f"at most {most}" if settings.codec.varies() else sent
-    return (
-        f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of {_counted(topology.group_size, 'rank')},"
-        f" {_counted(len(nbytes), 'fragment')}, sync_every={settings.sync_every},"
-        f" overlap_steps={settings.overlap_steps}, {_numbers(engine)}; each rank sends {sent} a fragment; the first"
-        f" launch follows inner step {began_at + first}."
-    )
+    def _for_the_link(self, seconds: float) -> str:
+        settings = self._engine.settings
+        window = settings.overlap_steps * seconds
+        if self._engine.topology.num_groups == 1:
+            return ""
+        if not window:
+            return "; with overlap_steps=0 training waits for every fragment"
+        # Where fragments follow each other faster than they land, what counts is all of them in a round.
+        rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
+        return (
+            f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it has to"
+            f" carry {readable_rate(8 * rate / 1e9)} from each rank"
+        )
 
 
-def when_measured(engine: StreamingDiLoCo, nbytes: list[int], seconds: float) -> str:
-    """Returns the line for a measured step."""
-    settings = engine.settings
-    line = f"Streaming DiLoCo: an inner step takes {short(seconds)} s"
-    if engine.topology.num_groups == 1:
-        return f"{line}."
-    window = settings.overlap_steps * seconds
-    if not window:
-        return f"{line}; with overlap_steps=0 training waits for every fragment."
-    # Where fragments follow each other faster than they land, what counts is all of them in a round.
-    rate = max(max(nbytes) / window, sum(nbytes) / (settings.sync_every * seconds))
-    return (
-        f"{line}; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it has"
-        f" to carry {readable_rate(8 * rate / 1e9)} from each rank."
-    )
-
-
-def _numbers(engine: StreamingDiLoCo) -> str:
-    chosen = engine.settings.numbers_and_policies.items()
-    return ", ".join(f"{name}={value if isinstance(value, str) else format(value, 'g')}" for name, value in chosen)
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def inner_steps_of(trainer: Any) -> int | None:
-    """Returns how many inner steps a fit makes; None where nobody knows."""
     steps = trainer.estimated_stepping_batches
     # Lightning says -1 where loaders have no length and nothing else ends the fit.
     return int(steps) if math.isfinite(steps) and steps >= 0 and not trainer.fast_dev_run else None
@@ -115,6 +107,13 @@ def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
     """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
     if steps is None or (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
+    advice = f"for {ENOUGH_ROUNDS} rounds it needs more inner steps"
+    for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
+        overlap_steps = min(schedule.overlap_steps, sync_every - 1)
+        if replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps).rounds_in(steps) >= ENOUGH_ROUNDS:
+            less = "" if overlap_steps == schedule.overlap_steps else f" and overlap_steps={overlap_steps}"
+            advice = f"sync_every={sync_every}{less} would give {ENOUGH_ROUNDS}"
+            break
     _log.warning(
         "With sync_every=%d only %d %s into the %d inner steps of this fit, so the worker groups hardly learn from"
         " each other: %s.",
@@ -122,30 +121,8 @@ def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
         rounds,
         "round fits" if rounds == 1 else "rounds fit",
         steps,
-        _advice(schedule, steps),
+        advice,
     )
-
-
-def _advice(schedule: Schedule, steps: int) -> str:
-    for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
-        overlap_steps = min(schedule.overlap_steps, sync_every - 1)
-        if replace(schedule, sync_every=sync_every, overlap_steps=overlap_steps).rounds_in(steps) >= ENOUGH_ROUNDS:
-            less = "" if overlap_steps == schedule.overlap_steps else f" and overlap_steps={overlap_steps}"
-            return f"sync_every={sync_every}{less} would give {ENOUGH_ROUNDS}"
-    return f"for {ENOUGH_ROUNDS} rounds it needs more inner steps"
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _early_signal(environment: Any) -> str | None:
-    """Returns the signal that SLURM should send early; None where it does not run the job."""
-    # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
-    requeue = getattr(environment, "requeue_signal", None)
-    if requeue is None:
-        return None
-    return requeue.name.removeprefix("SIG") if environment.auto_requeue else "TERM"
 
 
 def warning(steps: int, step_seconds: float, slurm_signal: str | None) -> str:

@@ -17,10 +17,8 @@ from typing import Any
 from torch import nn
 
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import (
     Restart,
-    Saved,
     StreamingDiLoCo,
     clean_name,
     files,
@@ -28,12 +26,11 @@ from lightning_sdiloco.engine import (
     write_common_file,
     write_ranks,
 )
-from lightning_sdiloco.lightning.groups import ConnectedGroups, waiting_for_all
+from lightning_sdiloco.lightning.fit_state import FitState
+from lightning_sdiloco.lightning.groups import waiting_for_all
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.host.resumed import load_metrics_state_dict, metrics_state_dict
-from lightning_sdiloco.lightning.model_format import Checkpoint, Load, WholeModel
-from lightning_sdiloco.lightning.options import Options
-from lightning_sdiloco.lightning.signals import Requests
+from lightning_sdiloco.lightning.model_format import Checkpoint, Load
 from lightning_sdiloco.lightning.weight_averaging import Averaging
 
 _log = logging.getLogger(__name__)
@@ -44,31 +41,19 @@ Write = Callable[[Checkpoint, Any], None]
 class Checkpointer:
     """Writes the checkpoints of a fit, and resumes from one."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        groups: ConnectedGroups,
-        options: Options,
-        model_format: WholeModel,
-        requests: Requests,
-    ) -> None:
-        self._trainer = trainer
-        self._groups = groups
-        self._options = options
-        self._format = model_format
-        self._requests = requests
+    averaging: Averaging | None = None
+    """The averages of the fit, once there are any."""
+
+    def __init__(self, fit: FitState) -> None:
+        self._fit, self._trainer, self._groups = fit, fit.trainer, fit.groups
+        self._options, self._format = fit.options, fit.format
         self._resumed: dict[str, Any] | None = None
         self._restart: Restart | None = None
         self._random_state: dict[str, Any] | None = None
-        # The checkpoints of this run that still exist.
+        # The checkpoints of this run that still exist, and those of them that it saved itself.
         self._standing: tuple[str, ...] = ()
-        # Those that it saved itself.
         self._saved: tuple[str, ...] = ()
         self._placing: Placing | None = None
-
-    @property
-    def _topology(self) -> Topology:
-        return self._groups.topology
 
     # Resume
 
@@ -78,7 +63,6 @@ class Checkpointer:
         return self._resumed is not None
 
     def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
-        """Reads a checkpoint, and keeps what this rank needs of it until training starts."""
         checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
         header = checkpoint.get(files.KEY)
         if header is None or self._trainer.state.fn != "fit":
@@ -92,23 +76,21 @@ class Checkpointer:
             self._take_up(checkpoint, self._resumed)
         return checkpoint
 
-    def resume(self, engine: StreamingDiLoCo, averaging: Averaging | None) -> None:
-        """Restores what the loaded checkpoint holds, if one was loaded."""
+    def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
             engine.restart(self._restart)
         if self._resumed is not None:
             engine.load_state_dict(self._resumed["engine"])
-            self._requests.load_state_dict(self._resumed["requests"])
+            self._fit.requests.take_up(self._resumed["requests"])
             self._random_state = self._resumed["random"]
             load_metrics_state_dict(self._trainer, self._resumed["metrics"])
-            if averaging is not None:
-                averaging.load_state_dict(self._resumed["averaging"])
+            if self.averaging is not None:
+                self.averaging.load_state_dict(self._resumed["averaging"])
         if self._random_state is not None:
             files.set_random_state(self._random_state)
         self.forget()
 
     def forget(self) -> None:
-        """Drops what was loaded."""
         self._resumed = self._restart = self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
@@ -134,38 +116,42 @@ class Checkpointer:
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
         self._options.settings = self._options.auto.restored(self._options.settings.taken_from(saved), saved)
-        if other := self._other_settings(header):
+        if other := Settings.differences(saved, self._settings()):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
                 " it was saved with, or start the rounds anew from its outer parameters with resume='restart'."
             )
-
-    def _other_settings(self, header: dict[str, Any]) -> list[str]:
-        return Settings.differences(header["settings"], self._settings())
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
         if not self._options.restarts:
             self._require_the_settings_of(header)
         self._restart = self._as_rank_zero_reads(path, header)
-        rank = self._rank_before(header)
-        own = files.read_rank(path, header, rank) if rank is not None and files.has_rank(path, header, rank) else None
+        topology, layout = self._groups.topology, header["layout"]
+        size, own = layout["group_size"], None
+        # This rank reads the file of its group and shard, if there is one, or of the group's first.
+        if self._format.holds_the_same(layout, self._layout()) and topology.group_index < layout["worker_groups"]:
+            rank = topology.group_index * size + (topology.group_rank if topology.group_rank < size else 0)
+            own = files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
         if own is None:
             self._format.start_optimizers_afresh(checkpoint, self._trainer.strategy.optimizers)
         else:
-            same_data = header["layout"] == self._layout()
-            self._take_up(checkpoint, own if same_data else {**own, "loader": None})
-        if own is not None and self._topology.group_rank < header["layout"]["group_size"]:
-            self._random_state = own["random"]
-        self._say_what_restarts(self._restart, header, own is not None)
-
-    def _rank_before(self, header: dict[str, Any]) -> int | None:
-        """Returns the rank whose file this one reads, if any: that of its group and shard, or the group's first."""
-        groups, size = header["layout"]["worker_groups"], header["layout"]["group_size"]
-        if not self._format.holds_the_same(header["layout"], self._layout()):
-            return None
-        shard = self._topology.group_rank if self._topology.group_rank < size else 0
-        return self._topology.group_index * size + shard if self._topology.group_index < groups else None
+            self._take_up(checkpoint, own if layout == self._layout() else {**own, "loader": None})
+            if topology.group_rank < size:
+                self._random_state = own["random"]
+        found = topology.world.all_gather_object(own is not None)
+        fresh = sorted({rank // topology.group_size for rank, there in enumerate(found) if not there})
+        if self._trainer.is_global_zero:
+            _log.warning(
+                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
+                " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
+                " Worker groups that begin with a fresh inner optimizer: %s.",
+                layout,
+                self._layout(),
+                "".join(f"; {other}" for other in Settings.differences(header["settings"], self._settings())),
+                self._restart.counts["flights_dropped"],
+                ", ".join(map(str, fresh)) or "none",
+            )
 
     def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
         """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
@@ -180,61 +166,50 @@ class Checkpointer:
             except Exception as error:
                 # Of any error, because the other ranks are waiting to hear of it.
                 refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
-        restart, refusal = self._of_rank_zero((restart, refusal))
+        restart, refusal = self._groups.topology.world.all_gather_object((restart, refusal))[0]
         if refusal:
             raise ValueError(refusal)
         return Restart.of(restart)
 
-    def _say_what_restarts(self, restart: Restart, header: dict[str, Any], has_file: bool) -> None:
-        found = self._topology.world.all_gather_object(has_file)
-        size = self._topology.group_size
-        fresh = sorted({rank // size for rank, there in enumerate(found) if not there})
-        if self._trainer.is_global_zero:
-            _log.warning(
-                "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
-                " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
-                " Worker groups that begin with a fresh inner optimizer: %s.",
-                header["layout"],
-                self._layout(),
-                "".join(f"; {other}" for other in self._other_settings(header)),
-                restart.counts["flights_dropped"],
-                ", ".join(map(str, fresh)) or "none",
-            )
-
     # Save
 
-    def save(
-        self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint, path: Any, write: Write
-    ) -> None:
-        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it."""
-        state = self._rank_state(engine, averaging, checkpoint)
-        if self._groups.is_alone:
-            self._save_alone(state, str(path))
-        else:
-            with waiting_for_all(self._groups, ("trainer.save_checkpoint, which all ranks must call",), engine):
-                saved = write_ranks(str(path), self._topology, state, self._layout(), self._settings(), self._advice)
-            self._save_with_all(saved, checkpoint, write)
+    def save(self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write) -> None:
+        """Saves what all groups have in common, and what each rank holds beside it. All ranks must call it.
 
-    def _save_with_all(self, saved: Saved, checkpoint: Checkpoint, write: Write) -> None:
-        """Saves together with all ranks; see [Note: the order of a save]."""
+        See [Note: the order of a save].
+        """
+        topology, path = self._groups.topology, str(path)
+        host, averaging = self._trainer.strategy, self.averaging
+        state = {
+            "engine": engine.state_dict(),
+            "requests": dict(self._fit.requests.done_at),
+            "averaging": averaging.state_dict() if averaging is not None else None,
+            "random": files.random_state(),
+            "optimizer_states": self._format.optimizer_states(checkpoint, host.optimizers),
+            "metrics": metrics_state_dict(self._trainer),
+            "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
+            "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
+        }
+        if self._groups.is_alone:
+            self._save_alone(state, path)
+            return
+        with waiting_for_all(self._groups, ("trainer.save_checkpoint, which all ranks must call",), engine):
+            saved = write_ranks(path, topology, state, self._layout(), self._settings(), self._advice)
+        number, path = saved.header["save"], saved.path
+        replaced = [other for other in self._saved if other != path] if self._options.keeps_newest else []
 
         def write_common() -> None:
             if self._trainer.is_global_zero:
                 self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-                self._placing.announce(saved.header["save"], saved.older, self._replaced_by(saved.path))
-            write({**checkpoint, files.KEY: saved.header}, saved.path)
+                self._placing.announce(number, saved.older, replaced)
+            write({**checkpoint, files.KEY: saved.header}, path)
 
-        write_common_file(saved, self._topology, write_common, self._advice)
-        path = saved.path
+        write_common_file(saved, topology, write_common, self._advice)
         if self._format.in_folders and self._placing is not None:
             # No CheckpointIO has written it.
-            self._placing.is_placed(saved.header["save"], path)
+            self._placing.is_placed(number, path)
         self._note_standing(path)
         self._saved = (*(other for other in self._saved if other != path), path)
-
-    def _replaced_by(self, path: str) -> list[str]:
-        """Returns the checkpoints of this run that lose their folders to the one that is about to be saved."""
-        return [other for other in self._saved if other != path] if self._options.keeps_newest else []
 
     @property
     def _advice(self) -> str:
@@ -267,23 +242,7 @@ class Checkpointer:
     def _note_standing(self, path: str) -> None:
         self._standing = (*(other for other in self._standing if other != path), path)
 
-    def _rank_state(
-        self, engine: StreamingDiLoCo, averaging: Averaging | None, checkpoint: Checkpoint
-    ) -> dict[str, Any]:
-        host = self._trainer.strategy
-        return {
-            "engine": engine.state_dict(),
-            "requests": self._requests.state_dict(),
-            "averaging": averaging.state_dict() if averaging is not None else None,
-            "random": files.random_state(),
-            "optimizer_states": self._format.optimizer_states(checkpoint, host.optimizers),
-            "metrics": metrics_state_dict(self._trainer),
-            "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
-            "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
-        }
-
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        """Removes a checkpoint and what belongs to it, on rank 0."""
         self._standing = tuple(other for other in self._standing if other != str(path))
         self._saved = tuple(other for other in self._saved if other != str(path))
         if not self._trainer.is_global_zero:
@@ -295,7 +254,6 @@ class Checkpointer:
             files.remove_folder(str(path))
 
     def close(self) -> None:
-        """Restores the CheckpointIO as it was."""
         if self._placing is not None:
             self._placing.close()
             self._placing = None
@@ -305,15 +263,11 @@ class Checkpointer:
     def _settings(self) -> dict[str, str]:
         auto, settings = self._options.auto, self._options.settings
         # What suits sync_every is known once the planner has chosen that.
-        chosen = settings if auto.names else settings.chosen_for(self._topology.num_groups)
+        chosen = settings if auto.names else settings.chosen_for(self._groups.topology.num_groups)
         return auto.described(chosen.fixed_by_a_checkpoint())
 
     def _layout(self) -> dict[str, int]:
-        """Returns what must be the same if ranks are to read their own files."""
-        return self._format.saved_layout(self._topology)
-
-    def _of_rank_zero(self, value: Any) -> Any:
-        return self._topology.world.all_gather_object(value)[0]
+        return self._format.saved_layout(self._groups.topology)
 
 
 class Placing:
@@ -331,11 +285,9 @@ class Placing:
         replace(self._undo, io, "save_checkpoint", self._save)
 
     def close(self) -> None:
-        """Restores the CheckpointIO as it was."""
         self._undo.close()
 
     def announce(self, save: str, older: Sequence[str], replaced: Sequence[str] = ()) -> None:
-        """Announces a save that is about to be handed to the CheckpointIO."""
         self._older[save] = older, replaced
 
     def is_placed(self, save: str, path: str) -> None:
@@ -362,8 +314,13 @@ class Placing:
                 return  # It was removed before its turn came.
             self._afterwards[path] = []
         before = files.fingerprint(path)
+        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
+        # system, this copies over the old file, which is then neither the old nor the new one for a while.
+        part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
-            self._place(checkpoint, path, save, *args, **kwargs)
+            self._write(checkpoint, part or path, *args, **kwargs)
+            if part is not None:
+                files.take_place(part, path)
         finally:
             with self._lock:
                 removals = self._afterwards.pop(path)
@@ -371,14 +328,6 @@ class Placing:
             _remove_older(path, *older)
         for removal in removals:
             removal()
-
-    def _place(self, checkpoint: dict[str, Any], path: str, save: str, *args: Any, **kwargs: Any) -> None:
-        # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
-        # system, this copies over the old file, which is then neither the old nor the new one for a while.
-        part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
-        self._write(checkpoint, part or path, *args, **kwargs)
-        if part is not None:
-            files.take_place(part, path)
 
 
 def _remove_older(path: str, saves: Sequence[str], replaced: Sequence[str]) -> None:

@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo
+from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +34,7 @@ _log = logging.getLogger(__name__)
 class ShownModel:
     """The model that validation and files show instead of the local one, in a fit or a loop of Fabric.
 
-    Args:
-        groups: The ranks.
-        save: What all ranks call to save a checkpoint, for messages.
+    All ranks save a checkpoint by calling ``save``, as messages say.
     """
 
     def __init__(self, groups: ConnectedGroups, save: str) -> None:
@@ -67,14 +65,7 @@ class ShownModel:
     def in_file(
         self, engine: StreamingDiLoCo, with_all: bool, is_shown: bool = False, warns: bool = True
     ) -> AbstractContextManager[None]:
-        """Shows what a file holds inside a ``with`` block.
-
-        Args:
-            engine: The engine.
-            with_all: Whether all ranks save together, so that the groups may exchange.
-            is_shown: Whether a validation shows the model already.
-            warns: Whether a first exchange is told of.
-        """
+        """Shows what a file holds inside a ``with`` block; if all ranks save together, the groups may exchange."""
         if self.mean is None and not is_shown and not self.is_outer(engine):
             if with_all:
                 self.exchange(engine, warns)
@@ -94,23 +85,24 @@ class ShownModel:
 class Evaluation:
     """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees]."""
 
-    def __init__(
-        self, trainer: Any, steps: InnerSteps, groups: ConnectedGroups, shows: str, is_ending: Callable[[], bool]
-    ) -> None:
-        self._trainer, self._steps, self._groups = trainer, steps, groups
-        self._shows, self._is_ending = shows, is_ending
-        self._shown = ShownModel(groups, "trainer.save_checkpoint")
+    def __init__(self, fit: FitState) -> None:
+        self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
+        self._shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self._saves_with_all = self._is_due = self._is_showing = False
         self._buffers_are_due: bool | None = None
 
     def begin(self, undo: ExitStack) -> None:
-        """Makes Lightning's loops show the chosen model."""
-        trainer, epoch_loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer, epoch_loop = self._fit.trainer, self._fit.trainer.fit_loop.epoch_loop
         replace(undo, trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
         if self._shows == "local":
             return
-        decide = partial(self._note_decision, epoch_loop._should_check_val_fx)
-        replace(undo, epoch_loop, "_should_check_val_fx", decide)
+        decide = epoch_loop._should_check_val_fx
+
+        def should_validate(fetcher: Any) -> bool:
+            self._is_due = decide(fetcher)
+            return self._is_due
+
+        replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
         # A callback may test or predict inside a fit.
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             replace(undo, loop, "on_run_start", partial(self._start, loop.on_run_start))
@@ -128,23 +120,18 @@ class Evaluation:
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
 
     def forget(self) -> None:
-        """Forgets the mean that was shown last: training goes on."""
         self._shown.mean = None
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        self._saves_with_all = not self._groups.failed and not self._is_ending()
+        self._saves_with_all = not self._groups.failed and not self._fit.is_ending
         try:
             original(*args, **kwargs)
         finally:
             self._saves_with_all = False
 
-    def _note_decision(self, original: Callable[[Any], bool], fetcher: Any) -> bool:
-        self._is_due = original(fetcher)
-        return self._is_due
-
     def _run(self, loop: Any, original: Callable[[], Any]) -> Any:
         is_due, self._is_due = self._is_due, False
-        engine = self._steps.engine
+        engine = self._fit.engine
         # Before training, after it, and where one loop runs in another, everything is shown already.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
@@ -152,23 +139,23 @@ class Evaluation:
         if is_due and (self._shows == "mean" or not self._shown.is_outer(engine)):
             # See [Note: the first round].
             loop.setup_data()
-            if self._groups.decide(not loop.skip, all=True, device=self._trainer.strategy.root_device):
+            if self._groups.decide(not loop.skip, all=True, device=self._fit.trainer.strategy.root_device):
                 self._shown.exchange(engine)
         try:
             return original()
         finally:
             if self._is_showing:
                 if self._buffers_are_due is not None:
-                    self._trainer.strategy.model.require_forward_param_sync = self._buffers_are_due
+                    self._fit.trainer.strategy.model.require_forward_param_sync = self._buffers_are_due
                 engine.show_local()
                 self._is_showing = False
 
     def _start(self, original: Callable[[], None]) -> None:
-        engine = self._steps.engine
+        engine = self._fit.engine
         if engine is not None and not engine.is_finished and not self._is_showing:
             self._is_showing = True
             engine.show_outer(self._shown.mean)
             # After the forward pass of validation, DistributedDataParallel would believe that the buffers of the next
             # training step, which are put back then, have been synchronised already.
-            self._buffers_are_due = getattr(self._trainer.strategy.model, "require_forward_param_sync", None)
+            self._buffers_are_due = getattr(self._fit.trainer.strategy.model, "require_forward_param_sync", None)
         original()

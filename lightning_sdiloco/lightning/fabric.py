@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -30,10 +29,10 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.evaluation import ShownModel
+from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
-from lightning_sdiloco.lightning.host.patching import check_fabric
-from lightning_sdiloco.lightning.inner_steps import samples_in
+from lightning_sdiloco.lightning.host.patching import FABRIC, check_without_trainer
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
@@ -101,7 +100,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self._landings: list[Landing] = []
         self._samples, self._trained = 0, 1
         self._saves_with_all = self._saved_alone = False
-        self._unfinished = _Unfinished()
+        self._unfinished: list[int] = []  # The inner steps, beyond the loop; empty when they were finished.
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save")
         self._watch = BatchWatch(self._groups, _ADVICE)
@@ -122,7 +121,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
             )
             return []
         self._landings = self.engine.finish()
-        self._unfinished.inner_steps = 0
+        self._unfinished.clear()
         return self._landings
 
     def idle_step(self) -> list[Landing]:
@@ -166,12 +165,11 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def _configure_launcher(self) -> None:
         # Inside Fabric(), before any process starts.
-        check_fabric(self)
+        check_without_trainer(self, FABRIC)
         self._groups.check(self, self._options, self._format)
         super()._configure_launcher()
 
     def set_world_ranks(self) -> None:
-        """Tells the environment of processes which rank this is, as Fabric does."""
         self._set_world_ranks()
 
     @override
@@ -208,19 +206,16 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         wrapped = super().setup_module(module)
         if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
-        if self._options.federation is not None:
-            wrapped.register_forward_pre_hook(self._note_samples, with_kwargs=True)
-        wrapped.register_forward_pre_hook(self._begin_batch)
+        wrapped.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
 
-    def _begin_batch(self, module: nn.Module, inputs: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            self._watch.begin()
-
-    def _note_samples(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
-            self._samples += samples_in([*args, *kwargs.values()]) or 1
+            if self._options.federation is not None:
+                self._samples += samples_in([*args, *kwargs.values()]) or 1
+            if not torch.compiler.is_compiling():
+                self._watch.begin()
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -267,7 +262,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self._shown.mean = None
         self._landings = engine.step(**trained)
         self._samples, self._trained = 0, 1
-        self._unfinished.inner_steps = engine.inner_steps
+        self._unfinished[:] = [engine.inner_steps]
 
     def _begun(self) -> StreamingDiLoCo:
         engine = self.engine
@@ -286,7 +281,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         )
         if self.engine is None and engine.topology.rank == 0:
             # Called when the strategy is dropped, or at the end of the process.
-            weakref.finalize(self, self._unfinished.warn)
+            weakref.finalize(self, _warn_of_unfinished, self._unfinished)
         self._results.engine = engine
         self._announcement = self._shown.mean = None
         return engine
@@ -304,7 +299,6 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Waits for all ranks, and explains what may be wrong if they do not come."""
         # Fabric waits after each save.
         saved_alone, self._saved_alone = self._saved_alone, False
         if saved_alone and self._is_alone:
@@ -387,17 +381,10 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         return remainder
 
 
-@dataclass
-class _Unfinished:
-    """Remembers whether training was finished, beyond the loop."""
-
-    inner_steps: int = 0
-
-    def warn(self) -> None:
-        """Warns if it has not been."""
-        if self.inner_steps:
-            _log.warning(
-                "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and"
-                " each worker group ended with a model of its own. Call it in all processes after the last step.",
-                self.inner_steps,
-            )
+def _warn_of_unfinished(inner_steps: list[int]) -> None:
+    if inner_steps:
+        _log.warning(
+            "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and"
+            " each worker group ended with a model of its own. Call it in all processes after the last step.",
+            inner_steps[0],
+        )

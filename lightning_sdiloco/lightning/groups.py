@@ -8,7 +8,6 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -86,7 +85,6 @@ class ConnectedGroups:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connections between ranks have been made."""
         return self._topology is not None
 
     @property
@@ -100,11 +98,19 @@ class ConnectedGroups:
         _device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
-        """Connects all processes, and makes the connections between the ranks of a group and between groups."""
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:
-            with _reached(host, layout, timeout):
+            host.set_world_ranks()
+            if not is_connected():
+                where = host.cluster_environment
+                # Kept until they are connected: the default process group takes over the store of the rendezvous.
+                met = rendezvous_at(
+                    where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout
+                )
+                if host.num_nodes > 1:
+                    require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
+            with for_exchange():
                 model_format.connect_processes(host, set_up)
         except Exception:
             _end_scripts(host.launcher)
@@ -113,14 +119,18 @@ class ConnectedGroups:
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
         # A second fit in this process finds the process groups of the first.
         if self._topology is None or self._topology.is_stale():
-            _require_all_connected(layout)
+            if (connected := world().size) != layout.world_size:
+                raise ValueError(
+                    f"{connected} processes are connected, by other code than Lightning's, and the worker groups are"
+                    f" made for {layout.world_size}. Give as many by devices and num_nodes, or by a cluster environment"
+                    " in plugins whose world_size() knows them."
+                )
             require_same_settings({**options.described(), **model_format.described()}, world())
             joining = for_exchange if has_exchange_interface() else None
             self._topology = Topology.of_world(layout, timeout, joining, _device_backend(options, host))
         model_format.join(host, self._topology, layout, timeout)
 
     def use(self, topology: Topology) -> None:
-        """Takes connections between ranks that somebody else has made."""
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
@@ -132,7 +142,6 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def announce_meetings(self, announce: Callable[[], None] | None) -> None:
-        """Sets what is called before this rank waits for all others; None for nothing."""
         self._announce = announce
 
     def meet(self) -> None:
@@ -195,32 +204,7 @@ def _end_scripts(launcher: Any) -> None:
         process.kill()
 
 
-def _require_all_connected(layout: GroupLayout) -> None:
-    """Refuses a default process group that somebody else has made, of more or fewer ranks than there should be."""
-    if (connected := world().size) != layout.world_size:
-        raise ValueError(
-            f"{connected} processes are connected, by other code than Lightning's, and the worker groups are made for"
-            f" {layout.world_size}. Give as many by devices and num_nodes, or by a cluster environment in plugins whose"
-            " world_size() knows them."
-        )
-
-
-@contextmanager
-def _reached(host: Any, layout: GroupLayout, timeout: timedelta) -> Iterator[None]:
-    """Refuses to start if ranks cannot meet or reach each other. Its ``with`` block must connect all processes."""
-    host.set_world_ranks()
-    if not is_connected():
-        where = host.cluster_environment
-        # Kept until they are connected: the default process group takes over the store of the rendezvous.
-        met = rendezvous_at(where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout)
-        if host.num_nodes > 1:
-            require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
-    with for_exchange():
-        yield
-
-
 def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
-    """Returns what carries outer gradients from device to device, if anything does."""
     return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
 
 
@@ -228,7 +212,6 @@ def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
 
 
 def in_batch(module: Any) -> bool:
-    """Returns whether one of the hooks that run for every training batch is running."""
     return (
         module is not None
         and module._trainer is not None
@@ -268,11 +251,7 @@ class BatchWatch:
     [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
     model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
     From the last hook before a training step to the first one after it, neither Lightning nor the engine issues
-    anything over all ranks, so whatever is counted there is the user's.
-
-    Args:
-        groups: The ranks. Rank 0 watches, which takes part in whatever goes over all of them.
-        advice: What to do instead.
+    anything over all ranks, so whatever is counted there is the user's. Rank 0 watches.
     """
 
     def __init__(self, groups: ConnectedGroups, advice: str) -> None:
@@ -281,13 +260,11 @@ class BatchWatch:
         self._in_a_row = 0
 
     def begin(self) -> None:
-        """Begins to watch a batch, unless there is one group, for which nobody waits, or all is said."""
         topology = self._groups.topology
         watches = topology.num_groups > 1 and topology.rank == 0 and self._in_a_row < _BATCHES_IN_A_ROW
         self._before = topology.world.begun() if watches else None
 
     def end(self) -> None:
-        """Ends to watch a batch, if one has begun, and warns of the last of so many in a row."""
         before, self._before = self._before, None
         if before is None:
             return

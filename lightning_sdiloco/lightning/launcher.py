@@ -5,9 +5,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -49,7 +48,8 @@ class LauncherMixin(_Base):
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         # The processes run on this machine, so they share its folder for temporary files.
-        with _Forwarding(self.kill), tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
+        with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
+            forwarding = _Forwarding(self.kill)
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
@@ -59,6 +59,8 @@ class LauncherMixin(_Base):
                 if getattr(error, "exit_code", None) == _TERMINATED:
                     raise self._strategy.distribution.termination from error
                 raise
+            finally:
+                forwarding.stop()
 
     @override
     def _wrapping_function(
@@ -69,7 +71,10 @@ class LauncherMixin(_Base):
             # A forked process inherits it.
             handler.stop()
         if self._start_method == "forkserver":
-            _take_own_memory((*args, *kwargs.values()))
+            # In shared memory all ranks would train the same parameters.
+            for module in (part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)):
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = tensor.data.clone()
         try:
             super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
         except self._strategy.distribution.termination:
@@ -107,34 +112,19 @@ class LauncherMixin(_Base):
             trainer.strategy.results.other = Summary.load(folder / _SUMMARY)
 
 
-def _take_own_memory(sent: Iterable[Any]) -> None:
-    """Copies the tensors of modules sent to a process: in shared memory, all ranks would train the same ones."""
-    for module in (part for part in sent if isinstance(part, nn.Module)):
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.data = tensor.data.clone()
-
-
 class _Forwarding:
-    """Handles SIGTERM in the main process, which is no rank itself, inside a ``with`` block."""
+    """Handles SIGTERM in the main process, which is no rank itself, while processes run."""
 
     def __init__(self, kill: Callable[[int], Any]) -> None:
         self._kill = kill
         self._before: Any = None
-
-    def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
     def __call__(self, signum: int, frame: Any) -> None:
         self._kill(signum)
 
     def stop(self) -> None:
-        """Restores the handler that was there before."""
         current: Any = signal.getsignal(signal.SIGTERM)
         if current is self:
             signal.signal(signal.SIGTERM, self._before)

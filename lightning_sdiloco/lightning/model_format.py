@@ -7,7 +7,6 @@ and how model and inner optimizers go into checkpoints and come back.
 optimizers are those of rank 0. The folder is written beside its final place, and moved there when it is complete.
 """
 
-import gc
 import inspect
 import logging
 import os
@@ -73,6 +72,9 @@ class WholeModel:
     in_folders = False
     """Whether checkpoints are sharded folders, which no CheckpointIO writes."""
 
+    mesh_shape = (1, 1)
+    """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the model."""
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Takes what `base_arguments` returned."""
 
@@ -102,33 +104,25 @@ class WholeModel:
             checkpoint_io: As for every Lightning strategy.
             precision_plugin: As for every Lightning strategy.
         """
+        arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
                 f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
                 " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
-        return {
-            "start_method": start_method,
-            "process_group_backend": process_group_backend,
-            "accelerator": accelerator,
-            "parallel_devices": parallel_devices,
-            "cluster_environment": cluster_environment,
-            "checkpoint_io": checkpoint_io,
-            "precision_plugin": precision_plugin,
-            **(ddp_kwargs or {}),
-        }
+        del arguments["ddp_kwargs"]
+        return {**arguments, **(ddp_kwargs or {})}
 
     # The shape of a group
 
     def layout(self, worker_groups: int | Literal["auto"], num_nodes: int, num_processes: int) -> GroupLayout:
-        """Returns which ranks form a worker group; ``"auto"`` is a group per node, or per device of a single node."""
+        """``"auto"`` is a group per node, or per device of a single node."""
         world_size = num_nodes * num_processes
         automatic = num_nodes if num_nodes > 1 else world_size
         return GroupLayout(world_size, automatic if isinstance(worker_groups, str) else worker_groups)
 
     def described(self) -> dict[str, str]:
-        """Returns the arguments of this format as text, which must be the same on all ranks."""
         return {}
 
     def saved_layout(self, topology: Topology) -> dict[str, int]:
@@ -136,16 +130,17 @@ class WholeModel:
         return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
 
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
-        """Connects the processes as Lightning does."""
         set_up()
 
     def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
         """Prepares the ranks of a group for the model, as soon as all processes are connected."""
 
     def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
-        """Returns the number of ranks over which data is divided, and which of them this one is."""
-        ranks = topology.num_groups * topology.group_size
-        return {"num_replicas": ranks, "rank": topology.group_index * topology.group_size + topology.group_rank}
+        # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
+        tensor = self.mesh_shape[1]
+        data = topology.group_size // tensor
+        rank = topology.group_index * data + topology.group_rank // tensor
+        return {"num_replicas": topology.num_groups * data, "rank": rank}
 
     # The model
 
@@ -166,33 +161,34 @@ class WholeModel:
         return False
 
     def wrap(self, host: Any, module: nn.Module, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
-        """Wraps a model for training inside its group."""
         group = topology.in_group.process_group
         host._ddp_kwargs["process_group"] = group
-        _keep_hook_in_group(host, group)
+        # Without the process group a communication hook of DDP reduces gradients over all groups.
+        state = host._ddp_comm_state
+        if host._ddp_comm_hook is not None and state is None:
+            host._ddp_comm_state = group
+        elif state is not None and getattr(state, "process_group", group) is None:
+            state.process_group = group
         # A simulated group has no process group, and wraps in its own way.
         if topology.group_size == 1 and group is not None and has_nothing_to_average(module, host._ddp_kwargs):
             return SingleRankDDP(module, device_ids=host.determine_ddp_device_ids(), **host._ddp_kwargs)
         wrapped = wrap(module)
         if topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
             fix_bucket_order(wrapped)
-        elif topology.group_size > 2 and wrapped.static_graph and host.fit.checkpointer.resumes_exactly:
-            _warn_of_static_graph(topology)
+            return wrapped
+        resumes = topology.group_size > 2 and host.fit.checkpointer.resumes_exactly
+        if resumes and wrapped.static_graph and topology.world.rank == 0:
+            _log.warning(
+                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another"
+                " order than those of later steps. In a worker group of %d ranks the resumed run may round"
+                " differently from one that was not interrupted; without static_graph it gives the same bits.",
+                topology.group_size,
+            )
         return wrapped
-
-    def wrap_anew(self, host: Any, topology: Topology, wrap: Callable[[nn.Module], Any]) -> None:
-        """Wraps the model again, when other parameters are trainable than before."""
-        if isinstance(host.model, DistributedDataParallel):
-            # The old wrapper only knows the parameters that were trainable when it was made. Its hooks on parameters
-            # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
-            host.model = None
-            gc.collect()
-            host.model = self.wrap(host, host.lightning_module, topology, wrap)
 
     # Checkpoints
 
     def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
-        """Returns the local parameters without waiting for another rank."""
         return state_dict()
 
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
@@ -200,7 +196,6 @@ class WholeModel:
         return state_of(optimizer)
 
     def optimizer_states(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> list[Any]:
-        """Returns the states of the inner optimizers as this rank holds them."""
         return list(checkpoint["optimizer_states"])
 
     def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
@@ -225,25 +220,6 @@ class WholeModel:
     def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
         """Drops the state of the inner optimizers, except the learning rates from which schedulers go on."""
         checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
-
-
-def _keep_hook_in_group(host: Any, group: Any) -> None:
-    """Gives a communication hook of DDP the process group: without one it reduces gradients over all groups."""
-    state = host._ddp_comm_state
-    if host._ddp_comm_hook is not None and state is None:
-        host._ddp_comm_state = group
-    elif state is not None and getattr(state, "process_group", group) is None:
-        state.process_group = group
-
-
-def _warn_of_static_graph(topology: Topology) -> None:
-    if topology.world.rank == 0:
-        _log.warning(
-            "With static_graph=True DistributedDataParallel adds the gradients of the first step in another order than"
-            " those of later steps. In a worker group of %d ranks the resumed run may round differently from one that"
-            " was not interrupted; without static_graph it gives the same bits.",
-            topology.group_size,
-        )
 
 
 def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
@@ -281,7 +257,6 @@ class ShardedModel(WholeModel):
         self._data: int | Literal["auto"] = arguments["data_parallel_size"]
         self._tensor: int | Literal["auto"] = arguments["tensor_parallel_size"]
         self.in_folders = arguments["save_distributed_checkpoint"]
-        self.mesh_shape = (1, 1)
 
     @staticmethod
     @override
@@ -304,18 +279,15 @@ class ShardedModel(WholeModel):
             process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
                 ``"gloo"``. None: what suits the device.
         """
-        for name, size in (("data_parallel_size", data_parallel_size), ("tensor_parallel_size", tensor_parallel_size)):
+        arguments = dict(locals())
+        for name in ("data_parallel_size", "tensor_parallel_size"):
+            size = arguments[name]
             if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
                 raise ValueError(
                     f"{name}={size!r} is out of range: it must be a whole number of at least 1, or 'auto'. Choose one"
                     " of them."
                 )
-        return {
-            "data_parallel_size": data_parallel_size,
-            "tensor_parallel_size": tensor_parallel_size,
-            "save_distributed_checkpoint": save_distributed_checkpoint,
-            "process_group_backend": process_group_backend,
-        }
+        return arguments
 
     # The mesh of a group
 
@@ -326,12 +298,7 @@ class ShardedModel(WholeModel):
             layout = GroupLayout(world_size, max(1, world_size // (self._data * self._tensor)))
         else:
             layout = super().layout(worker_groups, num_nodes, num_processes)
-        self.mesh_shape = self._shape_of(layout.group_size, num_processes)
-        return layout
-
-    def _shape_of(self, size: int, num_processes: int) -> tuple[int, int]:
-        """Returns the mesh sizes of a group with this number of ranks."""
-        data, tensor = self._data, self._tensor
+        data, tensor, size = self._data, self._tensor, layout.group_size
         if isinstance(tensor, str):
             tensor = size // data if isinstance(data, int) else gcd(size, num_processes)
         if isinstance(data, str):
@@ -342,7 +309,8 @@ class ShardedModel(WholeModel):
                 f" group, which has {size} ranks: their product must be that number. Change one of them, or"
                 " worker_groups."
             )
-        return data, tensor
+        self.mesh_shape = data, tensor
+        return layout
 
     @override
     def described(self) -> dict[str, str]:
@@ -368,13 +336,6 @@ class ShardedModel(WholeModel):
         host._device_mesh = mesh_of(layout, host.root_device.type, *self.mesh_shape, timeout)
         host.lightning_module._device_mesh = host._device_mesh
 
-    @override
-    def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
-        # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
-        data, tensor = self.mesh_shape
-        rank = topology.group_index * data + topology.group_rank // tensor
-        return {"num_replicas": topology.num_groups * data, "rank": rank}
-
     # The model
 
     @override
@@ -390,16 +351,10 @@ class ShardedModel(WholeModel):
     @override
     def before_optimizers(self, module: nn.Module, topology: Topology) -> bool:
         reshard(module)
-        self._require_averaged_gradients(module, topology)
-        return True
-
-    def _require_averaged_gradients(self, model: nn.Module, topology: Topology) -> None:
-        """Refuses parameters whose gradients are not averaged over the data-parallel ranks of the group."""
         data, tensor = self.mesh_shape
         rank = topology.group_index * topology.group_size + topology.group_rank
-        first = rank - rank % tensor
-        row = set(range(first, first + tensor))
-        alone = [name for name, p in model.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
+        row = set(range(rank - rank % tensor, rank - rank % tensor + tensor))
+        alone = [name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
         if data > 1 and alone:
             raise ValueError(
                 f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's"
@@ -407,6 +362,7 @@ class ShardedModel(WholeModel):
                 " ranks of a group would train different models. Call fully_shard on the module that holds them in"
                 " configure_model, with mesh=self.device_mesh['data_parallel']."
             )
+        return True
 
     @override
     def wrap(self, host: Any, module: nn.Module, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
@@ -453,7 +409,10 @@ class ShardedModel(WholeModel):
             checkpoint = {**checkpoint, files.KEY: {**checkpoint[files.KEY], "param_groups": groups}}
         if not self.in_folders:
             if host.is_global_zero:
-                _make_room_for_file(path)
+                if is_folder(path):
+                    _remove(path)
+                elif path.is_dir():
+                    raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
                 host.checkpoint_io.save_checkpoint(checkpoint, str(path))
         elif topology.group_index == 0:
             write_folder(checkpoint, path, topology.in_group)
@@ -462,10 +421,28 @@ class ShardedModel(WholeModel):
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
         path = Path(path if host.is_alone else host.topology.world.all_gather_object(str(path))[0])
         weights_only = kwargs.get("weights_only", args[0] if args else None)
-        checkpoint = _read_metadata(path, weights_only)
+        # The tensors of a single file stay on disk.
+        file, how = (path / _METADATA, {}) if is_folder(path) else (path, {"mmap": True})
+        checkpoint = dict(torch.load(file, map_location="cpu", weights_only=weights_only, **how))
         if files.KEY not in checkpoint:
             return dict(load(path, *args, **kwargs))
-        _read_model(host.model, path, checkpoint, host.lightning_module.strict_loading)
+        model, strict = host.model, host.lightning_module.strict_loading
+        state: dict[str, Any] = get_model_state_dict(model)
+        if is_folder(path):
+            loaded = {"state_dict": state}
+            load_folder(loaded, checkpoint_id=path)
+            set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
+        else:
+            whole = checkpoint.pop("state_dict")
+            if strict and state.keys() != whole.keys():
+                missing, unexpected = sorted(state.keys() - whole.keys()), sorted(whole.keys() - state.keys())
+                raise RuntimeError(
+                    f"The checkpoint is not of this model. Missing: {missing}. Unexpected: {unexpected}."
+                )
+            with torch.no_grad():
+                for name in state.keys() & whole.keys():
+                    if isinstance(state[name], Tensor):
+                        local(state[name]).copy_(part_of(state[name], whole[name]))
         return checkpoint
 
     @override
@@ -486,7 +463,6 @@ class ShardedModel(WholeModel):
 
 
 def is_folder(path: Path) -> bool:
-    """Returns whether a checkpoint is a sharded folder."""
     return path.is_dir() and (path / _METADATA).is_file()
 
 
@@ -496,70 +472,25 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
     tensors = {"state_dict": metadata.pop("state_dict")}
     for index, state in enumerate(metadata.pop("optimizer_states", [])):
         tensors[f"optimizer_{index}"] = state
-    part = path.with_name(f"{path.name}.part")
-    _make_room(part, group)
+    part, before = path.with_name(f"{path.name}.part"), path.with_name(f"{path.name}.before")
+    # What an earlier save has left goes before any rank writes; all ranks raise if it cannot.
+    first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
+    if first.failure:
+        raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
     try:
         save_folder(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
             torch.save(metadata, part / _METADATA)
-            _take_place(part, path)
+            # What was there stays beside it until the new one is in its place.
+            _remove(before)
+            if path.exists():
+                os.replace(path, before)
+            os.replace(part, path)
+            _remove(before)
     except Exception:
         if group.rank == 0:
             _remove(part)
         raise
-
-
-def _make_room(part: Path, group: Communicator) -> None:
-    """Removes what an earlier save has left, at rank 0, before any rank writes; raises on all ranks if it cannot."""
-    first = group.attempt(lambda: _remove(part) if group.rank == 0 else None)[0]
-    if first.failure:
-        raise first.raised or OSError(f"rank 0: {first.failure[0]}: {first.text}")
-
-
-def _make_room_for_file(path: Path) -> None:
-    """Removes a sharded folder where a single file is to be written."""
-    if is_folder(path):
-        _remove(path)
-    elif path.is_dir():
-        raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-
-
-def _take_place(part: Path, path: Path) -> None:
-    """Moves a folder to the place of a checkpoint. What was there stays beside it until then."""
-    before = path.with_name(f"{path.name}.before")
-    _remove(before)
-    if path.exists():
-        os.replace(path, before)
-    os.replace(part, path)
-    _remove(before)
-
-
-def _read_metadata(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Returns what is not a tensor in a sharded folder, or all of a single file, whose tensors stay on disk."""
-    if is_folder(path):
-        return dict(torch.load(path / _METADATA, map_location="cpu", weights_only=weights_only))
-    return dict(torch.load(path, map_location="cpu", weights_only=weights_only, mmap=True))
-
-
-def _read_model(model: nn.Module, path: Path, checkpoint: dict[str, Any], strict: bool) -> None:
-    """Reads the model of a checkpoint into a sharded model. All ranks must call it."""
-    state = get_model_state_dict(model)
-    if is_folder(path):
-        loaded = {"state_dict": state}
-        load_folder(loaded, checkpoint_id=path)
-        set_model_state_dict(model, loaded["state_dict"], options=StateDictOptions(strict=strict))
-    else:
-        _read_whole(state, checkpoint.pop("state_dict"), strict)
-
-
-@torch.no_grad()
-def _read_whole(state: Mapping[str, Any], whole: Mapping[str, Any], strict: bool) -> None:
-    if strict and state.keys() != whole.keys():
-        missing, unexpected = sorted(state.keys() - whole.keys()), sorted(whole.keys() - state.keys())
-        raise RuntimeError(f"The checkpoint is not of this model. Missing: {missing}. Unexpected: {unexpected}.")
-    for name in state.keys() & whole.keys():
-        if isinstance(state[name], torch.Tensor):
-            local(state[name]).copy_(part_of(state[name], whole[name]))
 
 
 def _remove(path: Path) -> None:

@@ -41,13 +41,8 @@ LAYOUT = {
         "Waiting (ms)": ("exposed_wait_ms",),
         "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
         "Bytes": ("bytes_sent", "bytes_received"),
-        "Time in flight (ms)": (
-            "in_flight_ms",
-            "encode_ms",
-            "transfer_ms",
-            "decode_ms",
-            "second_hop_ms",
-            "outer_step_ms",
+        "Time in flight (ms)": tuple(
+            f"{part}_ms" for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
         ),
         "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
         "Cosine with the mean": ("cosine_group_.*",),
@@ -110,10 +105,11 @@ class Interval:
 
 
 def shown(landing: Landing | None) -> dict[str, str]:
-    """Returns what a progress bar shows of the last landing."""
     if landing is None:
         return {"exposed_wait": "-", "link": "-"}
-    return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": _rate(landing.link_gbit_s)}
+    rate = landing.link_gbit_s
+    link = "-" if rate == 0 or math.isnan(rate) else readable_rate(rate)
+    return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": link}
 
 
 def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
@@ -131,12 +127,7 @@ def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
     return shown
 
 
-def _rate(gbit_s: float) -> str:
-    return "-" if gbit_s == 0 or math.isnan(gbit_s) else readable_rate(gbit_s)
-
-
 def lay_out(trainer: Any) -> None:
-    """Tells every TensorBoard logger of a trainer which scalars share a chart."""
     layout = {
         section: {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in charts.items()}
         for section, charts in LAYOUT.items()
@@ -164,7 +155,6 @@ class Deferred:
         self._waiting: deque[tuple[int, Tensor, Any]] = deque()
 
     def take(self, step: int, value: Tensor) -> None:
-        """Starts to copy a scalar to the host."""
         scalar = value.detach().reshape(())
         copied = page_locked(scalar.shape, scalar.dtype, value.device).copy_(scalar, non_blocking=True)
         event = None
@@ -174,7 +164,6 @@ class Deferred:
         self._waiting.append((step, copied, event))
 
     def ready(self, wait: bool = False) -> list[tuple[int, float]]:
-        """Takes out the scalars that have arrived, each with its step."""
         arrived = []
         while self._waiting:
             step, copied, event = self._waiting[0]
@@ -222,7 +211,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
     # Hooks
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses any strategy but Streaming DiLoCo."""
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
                 "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
@@ -230,7 +218,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Opens the record of this rank."""
         folder = Path(self._folder or Path(trainer.log_dir or trainer.default_root_dir) / "sdiloco")
         path = record_path(folder, trainer.global_rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,11 +228,9 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._fragments, self._done = (), None
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Notes when the first inner step begins."""
         self._begin(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Records the inner step, which the strategy's own callback has just made."""
         self._begin(trainer, pl_module)
         engine = trainer.strategy.engine
         if engine.inner_steps == self._step:
@@ -255,15 +240,16 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._write("step", step=self._step, span=(began, engine.step_span[0]), done=self._done)
         if engine.fragments is not self._fragments:
             self._note_fragments(pl_module, engine)
-        self._note_loss(trainer, outputs)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if loss is not None and self._step % max(1, trainer.log_every_n_steps) == 0:
+            self._losses.take(self._step, loss)
+        self._note_losses()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Notes when training pauses."""
         self._paused = time.perf_counter()
         self._names_before = set(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Records the pause, and what validation found."""
         # The names that came with a validation: the metrics hold what training logs as well.
         self._validated |= set(trainer.callback_metrics) - self._names_before
         if self._file is None or self._done is None or self._paused is None:
@@ -275,7 +261,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._write("validation", step=self._step, span=span, metrics=metrics)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Records the exchange at the end of the fit, and closes the record."""
         engine = trainer.strategy.engine
         if engine is not None and self._done is not None:
             self.note(engine.final_landings, final=True)
@@ -297,7 +282,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
             write_timeline(self._timeline, run)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Closes the record, without waiting for another rank."""
         self._close()
 
     # What is recorded
@@ -354,12 +338,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
         cut = [fragment.names for fragment in engine.fragments]
         self._write("fragments", step=self._step, fragments=cut, parameters=sizes)
 
-    def _note_loss(self, trainer: Any, outputs: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if loss is not None and self._step % max(1, trainer.log_every_n_steps) == 0:
-            self._losses.take(self._step, loss)
-        self._note_losses()
-
     def _note_losses(self, wait: bool = False) -> None:
         for step, loss in self._losses.ready(wait):
             self._write("loss", step=step, loss=loss)
@@ -367,7 +345,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
     def _write(self, kind: str, **told: Any) -> None:
         for name in ("time", "done"):
             if name in told:
-                told[name] = self._clock_of(told[name])
+                told[name] = round(self._ahead + told[name], 6)
         if "span" in told:
             told["span"] = self._on_clock(told["span"])
         if self._file is not None:
@@ -388,11 +366,8 @@ class StreamingDiLoCoMonitorMixin(_Base):
             )
 
     def _on_clock(self, span: Span) -> Span:
-        return self._clock_of(span[0]), self._clock_of(span[1])
-
-    def _clock_of(self, moment: float) -> float:
-        """Converts a moment of ``time.perf_counter()`` to seconds since 1970 on this rank's clock, to a microsecond."""
-        return round(self._ahead + moment, 6)
+        """Converts moments of ``time.perf_counter()`` to seconds since 1970 on this rank's clock, to a microsecond."""
+        return round(self._ahead + span[0], 6), round(self._ahead + span[1], 6)
 
     def _close(self) -> None:
         if self._file is not None:
@@ -401,11 +376,5 @@ class StreamingDiLoCoMonitorMixin(_Base):
             self._file = None
 
 
-def asks_for_diagnostics(trainer: Any) -> bool:
-    """Tells whether a callback of the trainer asks how far the groups agree."""
-    return any(monitor.diagnostics for monitor in monitors_of(trainer))
-
-
 def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
-    """Returns the monitors among the callbacks of a trainer."""
     return [callback for callback in trainer.callbacks if isinstance(callback, StreamingDiLoCoMonitorMixin)]

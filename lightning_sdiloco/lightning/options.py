@@ -74,52 +74,49 @@ class AutoSettings:
 
     @staticmethod
     def of(**arguments: Any) -> tuple["AutoSettings", Settings]:
-        """Separates the arguments that are ``"auto"`` from the others.
+        """Separates arguments of `Settings` that are ``"auto"`` from the others, which get placeholders for those.
 
-        Args:
-            **arguments: Arguments of `Settings`.
-
-        Returns:
-            The settings that are left to the planner, and all settings, with placeholders for those.
-
-        Raises:
-            ValueError: If an argument is out of its range, or leaves the planner nothing to choose.
-
-        Examples:
-            >>> auto, settings = AutoSettings.of(sync_every=50, overlap_steps="auto")
-            >>> auto.names, settings.overlap_steps
-            (('overlap_steps',), 0)
+        >>> auto, settings = AutoSettings.of(sync_every=50, overlap_steps="auto")
+        >>> auto.names, settings.overlap_steps
+        (('overlap_steps',), 0)
         """
         names = tuple(name for name in _PLACEHOLDERS if _is_auto(name, arguments.get(name)))
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
         Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names if name != "exchange"}})
         settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
-        if names and settings.sync_every <= STEPS:
-            raise ValueError(
-                f"sync_every={settings.sync_every} leaves no time for {_asked(names[0])}: the first {STEPS} inner steps"
-                f" are measured, before the first launch. Choose {names[0]} yourself, or a larger sync_every."
-            )
-        if names and settings.warmup_steps:
-            raise ValueError(
-                f"warmup_steps={settings.warmup_steps} leaves no time for {_asked(names[0])}: the first {STEPS} inner"
-                f" steps are measured, without an exchange. Choose {names[0]} yourself, or leave out warmup_steps."
-            )
-        planned = [name for name in names if name != "exchange"]
-        if planned and settings.schedule is not None:
-            raise ValueError(
-                f"schedule={settings.schedule!r} does not go with {planned[0]}='auto': the planner plans launches every"
-                f" sync_every inner steps. Choose {planned[0]} yourself, or leave out schedule."
-            )
-        if names and not settings.shares:
-            raise ValueError(
-                f"route={settings.route!r} does not go with {names[0]}='auto': the planner plans rounds in which all"
-                f" groups exchange with all others. Choose {names[0]} yourself, or leave out route."
-            )
-        if "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY:
-            raise ValueError(
+        if not names:
+            return AutoSettings(), settings
+        first, is_planned = names[0], names != ("exchange",)
+        asked = f"exchange={TwoShot()!r}" if first == "exchange" else f"{first}='auto'"
+        for is_refused, why in (
+            (
+                settings.sync_every <= STEPS,
+                f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
+                f" measured, before the first launch. Choose {first} yourself, or a larger sync_every.",
+            ),
+            (
+                settings.warmup_steps,
+                f"warmup_steps={settings.warmup_steps} leaves no time for {asked}: the first {STEPS} inner steps are"
+                f" measured, without an exchange. Choose {first} yourself, or leave out warmup_steps.",
+            ),
+            (
+                is_planned and settings.schedule is not None,
+                f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
+                f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
+            ),
+            (
+                not settings.shares,
+                f"route={settings.route!r} does not go with {first}='auto': the planner plans rounds in which all"
+                f" groups exchange with all others. Choose {first} yourself, or leave out route.",
+            ),
+            (
+                "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY,
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
-                f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps."
-            )
+                f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps.",
+            ),
+        ):
+            if is_refused:
+                raise ValueError(why)
         return AutoSettings(names), settings
 
     def described(self, settings: Mapping[str, str]) -> dict[str, str]:
@@ -239,11 +236,6 @@ def _backend(settings: Settings) -> Any:
     return kind_and_backend(settings.exchange)[1]
 
 
-def _asked(name: str) -> str:
-    """Returns what was given, for an error."""
-    return f"exchange={TwoShot()!r}" if name == "exchange" else f"{name}='auto'"
-
-
 def _read(name: str, text: str, settings: Settings) -> Any:
     """Returns a setting that was chosen from its text in a checkpoint."""
     if name == "exchange":
@@ -338,16 +330,16 @@ class Options:
                 " all bring the same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or"
                 " that of the site that founded the run (sdiloco doctor --hub shows it)."
             )
-        for name, is_refused, instead in (
-            ("resume", self.restarts, "a site takes up its own checkpoint, or a state: leave it out"),
-            (
-                "evaluate",
-                self.evaluate == "mean",
-                "validation does not wait for other sites: choose 'outer' or 'local'",
-            ),
-        ):
-            if is_refused:
-                raise ValueError(f"{name}={getattr(self, name)!r} does not go with a federation: {instead}.")
+        if self.restarts:
+            raise ValueError(
+                f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
+                " leave it out."
+            )
+        if self.evaluate == "mean":
+            raise ValueError(
+                f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
+                " choose 'outer' or 'local'."
+            )
 
     @property
     def restarts(self) -> bool:

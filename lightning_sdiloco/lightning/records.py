@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,11 @@ _PARTS = {
 
 
 def record_path(folder: Path, rank: int) -> Path:
-    """Returns the file of a rank."""
     return folder / _NAME.format(rank)
 
 
 @dataclass(frozen=True)
 class Step:
-    """An inner step."""
-
     step: int
     span: Span
     done: float
@@ -69,15 +67,12 @@ class LandingRecord:
         return "two_shot" if "relay" in self.spans else "gather"
 
     def seconds(self, name: str) -> float:
-        """Returns the length of a span in seconds; 0 if there is none of that name."""
         began, ended = self.spans.get(name, (0.0, 0.0))
         return ended - began
 
 
 @dataclass(frozen=True)
 class Validation:
-    """A validation inside the fit."""
-
     step: int
     span: Span
     metrics: dict[str, float]
@@ -99,7 +94,6 @@ class Rank:
 
     @property
     def group(self) -> int:
-        """Returns its worker group."""
         return int(self.about["group"])
 
     @property
@@ -117,12 +111,10 @@ class Run:
 
     @property
     def heads(self) -> list[Rank]:
-        """Returns the first rank of every group, as far as it left a record."""
         return [rank for rank in self.ranks if rank.about["shard"] == 0]
 
     @property
     def began(self) -> float:
-        """Returns when the first inner step began."""
         return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
 
 
@@ -162,18 +154,15 @@ def _parts(path: Path) -> Iterator[list[Line]]:
 def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
     """Returns by how many seconds the clock of a rank is ahead of that of another; see [Note: clocks]."""
     least, most = float("-inf"), float("inf")
-    flights = {_flight(line): line for line in reference if line["kind"] == "landing"}
+    flight = itemgetter("fragment", "launched_at", "final")
+    flights = {flight(line): line for line in reference if line["kind"] == "landing"}
     own, other = part[0]["group"], reference[0]["group"]
     for line in part:
-        together = flights.get(_flight(line)) if line["kind"] == "landing" else None
+        together = flights.get(flight(line)) if line["kind"] == "landing" else None
         if together is not None and (own == other or own in together["counted"] and other in line["counted"]):
             least = max(least, line["spans"]["launch"][0] - together["spans"]["flight"][1])
             most = min(most, line["spans"]["flight"][1] - together["spans"]["launch"][0])
     return 0.0 if least <= 0 <= most else (least + most) / 2
-
-
-def _flight(line: Line) -> tuple[Any, ...]:
-    return line.get("fragment"), line.get("launched_at"), line.get("final")
 
 
 def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
@@ -212,20 +201,23 @@ def _take(rank: Rank, line: Line, ahead: float) -> None:
 
 
 def write_timeline(path: str | Path, run: Run) -> None:
-    """Writes the trace of a run to a file, and makes its folder if there is none."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(trace(run)), encoding="utf-8")
 
 
 def trace(run: Run) -> dict[str, Any]:
-    """Returns the trace of a run, in the JSON object format of Chrome's trace viewer."""
     numbers = count(1)
     events = [event for rank in run.ranks for event in _events(rank, run.began, numbers)]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
-    yield from _names(rank)
+    shard = f", rank {rank.rank}" if rank.about["shards"] > 1 else ""
+    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"{rank.name}{shard}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
+    for row, name in enumerate(["training", *(f"fragment {fragment}" for fragment in range(len(rank.fragments)))]):
+        yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": row, "args": {"sort_index": row}}
 
     def event(kind: str, name: str, row: int, moment: float, **more: Any) -> Event:
         return {"ph": kind, "name": name, "pid": rank.rank, "tid": row, "ts": round(1e6 * (moment - zero), 3), **more}
@@ -239,7 +231,7 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
     for validation in rank.validations:
         yield piece("validation", _TRAINING, validation.span, step=validation.step)
     for landing in rank.landings:
-        about = _about(landing)
+        about = {name: getattr(landing, name) for name in ("fragment", "launched_at", "landed_at", "bytes_sent")}
         for name in ("launch", "wait", "land"):
             yield piece(name, _TRAINING, landing.spans[name], **about)
         row = 1 + landing.fragment
@@ -269,22 +261,3 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
         for site in sorted(now ^ counts):
             yield landing.spans["land"][1], f"{site} counts" if site in now else f"{site} counts no longer"
         counts = now
-
-
-def _names(rank: Rank) -> Iterator[Event]:
-    shard = f", rank {rank.rank}" if rank.about["shards"] > 1 else ""
-    fragments = [f"fragment {fragment}" for fragment in range(len(rank.fragments))]
-    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": f"{rank.name}{shard}"}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": rank.rank, "args": {"sort_index": rank.rank}}
-    for row, name in enumerate(["training", *fragments]):
-        yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": row, "args": {"name": name}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": rank.rank, "tid": row, "args": {"sort_index": row}}
-
-
-def _about(landing: LandingRecord) -> dict[str, Any]:
-    return {
-        "fragment": landing.fragment,
-        "launched_at": landing.launched_at,
-        "landed_at": landing.landed_at,
-        "bytes_sent": landing.bytes_sent,
-    }

@@ -24,38 +24,27 @@ class Summary(NamedTuple):
 
     @staticmethod
     def load(path: Path) -> "Summary":
-        """Returns the summary that `save` wrote to a file, bit for bit."""
-        plain = torch.load(path, weights_only=True)
+        fragments, schedule, outer, counts = torch.load(path, weights_only=True)
         return Summary(
-            fragments=tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in plain["fragments"]),
-            schedule=Schedule(**plain["schedule"]),
-            outer=plain["outer"],
-            counts=plain["counts"],
+            tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in fragments),
+            Schedule(**schedule),
+            outer,
+            counts,
         )
 
     def save(self, path: Path) -> None:
         """Writes the summary to a file, as plain containers and tensors, which load with ``weights_only=True``."""
-        plain = {
-            "fragments": [asdict(fragment) for fragment in self.fragments],
-            "schedule": asdict(self.schedule),
-            "outer": self.outer,
-            "counts": self.counts,
-        }
-        torch.save(plain, path)
+        torch.save((list(map(asdict, self.fragments)), asdict(self.schedule), self.outer, self.counts), path)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns a copy of the outer parameters; see `StreamingDiLoCo.outer_state_dict`."""
         return {name: values.clone() for name, values in self.outer.items()}
 
     def report(self) -> dict[str, float]:
-        """Returns a copy of the counts; see `StreamingDiLoCo.report`."""
         return dict(self.counts)
 
 
 @dataclass
 class Results:
-    """What a strategy knows of its current or last fit."""
-
     options: Options
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
@@ -63,12 +52,10 @@ class Results:
     """Of a fit that ran in other processes."""
 
     def forget(self) -> None:
-        """Forgets what was trained."""
         self.engine, self.fragments, self.other = None, (), None
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
-        """What can be read after training has begun."""
         source = self.engine or self.other
         if source is None:
             raise RuntimeError(

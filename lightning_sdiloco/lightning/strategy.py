@@ -8,6 +8,7 @@ are the ranks, over several fits. A `Fit` begins and ends with each fit. A forma
 how ranks hold the model. `Results` are what users read, also afterwards.
 """
 
+import gc
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,13 +41,14 @@ from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.lightning.fit import Distribution, Fit, put_first
 from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients
-from lightning_sdiloco.lightning.host.paced_data import process_wrapped
+from lightning_sdiloco.lightning.host.epochs import process_wrapped
 from lightning_sdiloco.lightning.host.patching import replace as patch
 from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Measured, Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
 from lightning_sdiloco.lightning.signals import listen_without_fit
+from lightning_sdiloco.lightning.weight_averaging import Averaging
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -164,12 +166,10 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
     @property
     def results(self) -> Results:
-        """What users read, also where the fit runs in other processes."""
         return self._results
 
     @property
     def fit(self) -> Fit:
-        """The current or last fit."""
         assert self._fit is not None, "there is none before trainer.fit"
         return self._fit
 
@@ -198,7 +198,7 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             self._fit.close()
         termination = self.distribution.termination
         self._fit = Fit(trainer, replace(self._options), self._groups, self._format, self._results, termination)
-        put_first(self.distribution.callback(self._fit, self._groups), trainer)
+        put_first(self.distribution.callback(self._fit), trainer)
 
     @override
     def _configure_launcher(self) -> None:
@@ -230,11 +230,11 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     def setup(self, trainer: Any) -> None:
         self._patches.close()
         if trainer.state.fn == "fit":
-            if self._fit is None or not self._fit.is_made_for(trainer):
+            if self._fit is None or self._fit.is_closed or self._fit.trainer is not trainer:
                 self._begin(trainer)
             self.fit.begin()
             super().setup(trainer)
-            self.fit.take_averages()
+            self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
         else:
             listen_without_fit(trainer, partial(patch, self._patches))
             # Where a fit was interrupted, groups hold models of their own.
@@ -288,8 +288,13 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_what_is_trainable(self) -> None:
-        if self.fit.recut():
-            self._format.wrap_anew(self, self.topology, super()._setup_model)
+        if self.fit.recut() and isinstance(self.model, DistributedDataParallel):
+            # The old wrapper only knows the parameters that were trainable when it was made. Its hooks on parameters
+            # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
+            self.model = None
+            gc.collect()
+            assert self.lightning_module is not None
+            self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -300,7 +305,8 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
-        self.fit.steps.note_optimizer_step()
+        self.fit.optimizer_steps += 1
+        self.fit.stepped = True
         return output
 
     @override
@@ -344,8 +350,11 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         # torch may step an optimizer to get its state, which is no inner step.
-        with self.fit.steps.paused():
+        stepped = self.fit.stepped
+        try:
             return dict(self._format.optimizer_state(optimizer, super().optimizer_state, self.is_alone))
+        finally:
+            self.fit.stepped = stepped
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -357,10 +366,10 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
         if not self._groups.is_connected:
             save(checkpoint, filepath, storage_options)
-        elif self._fit is None or self._fit.steps.engine is None or "optimizer_states" not in checkpoint:
+        elif self._fit is None or self._fit.engine is None or "optimizer_states" not in checkpoint:
             write(checkpoint, filepath)
         else:
-            self._fit.save(checkpoint, filepath, write)
+            self._fit.checkpointer.save(self._fit.engine, checkpoint, filepath, write)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

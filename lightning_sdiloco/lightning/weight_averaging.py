@@ -16,48 +16,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import is_aligned
+from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.inner_steps import InnerSteps
 
 State = dict[str, Any]
 
 
 class Averaging:
-    """The averages of a fit."""
+    """Makes callbacks that average weights do so at landings; see [Note: averages of outer parameters]."""
 
-    def __init__(self, trainer: Any, steps: InnerSteps, topology: Topology, undo: ExitStack) -> None:
-        self._outer: _OuterAverage | None = None
-        for callback in trainer.callbacks:
-            kinds = {kind.__name__ for kind in type(callback).__mro__}
-            if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
-                _start_alike(callback._average_model, trainer.lightning_module, topology)
-            if "WeightAveraging" in kinds:
-                self._outer = _OuterAverage(callback, trainer.lightning_module, steps, undo)
-            elif "StochasticWeightAveraging" in kinds:
-                start = partial(_in_outer, steps, callback.on_train_epoch_start)
-                replace(undo, callback, "on_train_epoch_start", start)
-
-    def state_dict(self) -> State | None:
-        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
-        return None if self._outer is None else self._outer.state_dict()
-
-    def load_state_dict(self, state: State | None) -> None:
-        """Restores what `state_dict` returned. Call it when the engine holds what was saved with it."""
-        if self._outer is not None and state is not None:
-            self._outer.load_state_dict(state)
-
-
-class _OuterAverage:
-    """Makes a WeightAveraging callback average at landings; see [Note: averages of outer parameters]."""
-
-    def __init__(self, callback: Any, module: Any, steps: InnerSteps, undo: ExitStack) -> None:
-        self._callback = callback
-        self._module = module
-        self._steps = steps
+    def __init__(self, fit: FitState, undo: ExitStack) -> None:
+        self._fit, self._module = fit, fit.trainer.lightning_module
+        self._callback: Any = None  # The WeightAveraging, of which there is at most one.
         self._wanted = False
         self._unfinished: State | None = None
+        for callback in fit.trainer.callbacks:
+            kinds = {kind.__name__ for kind in type(callback).__mro__}
+            if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
+                # The average was made before all ranks shared one model.
+                average = callback._average_model
+                if not is_aligned(average, fit.groups.topology):
+                    inner = average.module if hasattr(average, "n_averaged") else average
+                    inner.load_state_dict(self._module.state_dict())
+            if "WeightAveraging" in kinds:
+                self._replace_hooks(callback, undo)
+            elif "StochasticWeightAveraging" in kinds:
+                replace(undo, callback, "on_train_epoch_start", partial(self._in_outer, callback.on_train_epoch_start))
+
+    def _replace_hooks(self, callback: Any, undo: ExitStack) -> None:
+        self._callback = callback
         self._should_update = callback.should_update
         self._on_train_batch_end = callback.on_train_batch_end
         self._on_train_epoch_end = callback.on_train_epoch_end
@@ -67,6 +55,11 @@ class _OuterAverage:
         replace(undo, callback, "on_train_epoch_end", self._end_epoch)
         replace(undo, callback, "on_train_end", self._end_fit)
         replace(undo, callback, "on_save_checkpoint", partial(self._save, callback.on_save_checkpoint))
+
+    def _in_outer(self, function: Callable[..., None], *args: Any) -> None:
+        assert self._fit.engine is not None, "averages are updated in training"
+        with self._fit.engine.evaluate():
+            function(*args)
 
     @property
     def _average(self) -> nn.Module:
@@ -80,15 +73,15 @@ class _OuterAverage:
     def _end_batch(self, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
             self._wanted = bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
-        if self._steps.is_finished:
-            self._keep_unfinished(landed=self._steps.landed)
-        if self._wanted and (self._steps.landed or self._steps.is_finished):
-            _in_outer(self._steps, self._on_train_batch_end, trainer, module, *args)
+        if not self._fit.is_training:
+            self._keep_unfinished(landed=self._fit.landed)
+        if self._wanted and (self._fit.landed or not self._fit.is_training):
+            self._in_outer(self._on_train_batch_end, trainer, module, *args)
             self._wanted = False
 
     def _end_epoch(self, trainer: Any, module: Any) -> None:
         before = self._updates
-        _in_outer(self._steps, self._on_train_epoch_end, trainer, module)
+        self._in_outer(self._on_train_epoch_end, trainer, module)
         # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end of the epoch yet.
         if self._unfinished is not None and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._unfinished["updates"] += self._updates - before
@@ -121,12 +114,18 @@ class _OuterAverage:
                 "updates": int(self._wanted and landed),
             }
 
-    def state_dict(self) -> State:
+    def state_dict(self) -> State | None:
+        """Returns what a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
+        if self._callback is None:
+            return None
         # The checkpoint has the average of rank 0. Those of other ranks differ from it only in their buffers.
         buffers = [buffer.to("cpu", copy=True) for buffer in self._average.buffers()]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
-    def load_state_dict(self, state: State) -> None:
+    def load_state_dict(self, state: State | None) -> None:
+        """Restores what `state_dict` returned. Call it when the engine holds what was saved with it."""
+        if self._callback is None or state is None:
+            return
         self._wanted = state["wanted"]
         for buffer, own in zip(self._average.buffers(), state["buffers"], strict=True):
             buffer.copy_(own)
@@ -136,18 +135,4 @@ class _OuterAverage:
             self._average.load_state_dict(unfinished["average"])
             for _ in range(unfinished["updates"]):
                 average = self._callback._average_model
-                _in_outer(self._steps, average.update_parameters, self._module)
-
-
-def _in_outer(steps: InnerSteps, function: Callable[..., None], *args: Any) -> None:
-    assert steps.engine is not None
-    with steps.engine.evaluate():
-        function(*args)
-
-
-def _start_alike(average: nn.Module, module: nn.Module, topology: Topology) -> None:
-    """Makes an average start from the model that all ranks share: it was made before they shared one."""
-    if not is_aligned(average, topology):
-        inner = average.module if hasattr(average, "n_averaged") else average
-        assert isinstance(inner, nn.Module)
-        inner.load_state_dict(module.state_dict())
+                self._in_outer(average.update_parameters, self._module)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.lightning import announcement
-from lightning_sdiloco.lightning.signals import Request, Requests
+from lightning_sdiloco.lightning.fit_state import Request, Requests
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, traced

@@ -18,49 +18,31 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.monitor import fitting
-from lightning_sdiloco.lightning.signals import MOST_CHECKPOINTS, Request, Requests
+from lightning_sdiloco.lightning.monitor import fitting, shown
 
 # Columns that a bar of Rich takes for all but the metrics.
 _BESIDE_METRICS = 66
 
 
-def keep_batches_silent(
-    undo: ExitStack,
-    trainer: Any,
-    groups: ConnectedGroups,
-    requests: Requests,
-    progress: Callable[[], dict[str, str]],
-) -> None:
+def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
     """Replaces what would wait for all ranks at every batch; see [Note: silence between launches]."""
-    loop = trainer.fit_loop.epoch_loop
-    if hasattr(loop, "_broadcast_sigterm_tensor"):
-        replace(undo, loop, "_broadcast_sigterm_tensor", lambda: None)
-    _decide_by_the_clock_together(undo, trainer, requests)
-    _monitor_means(undo, trainer, groups)
-    _keep_in_group(undo, trainer, groups.topology.in_group.process_group)
-    if (bar := trainer.progress_bar_callback) is not None:
-        replace(undo, bar, "get_metrics", partial(_shown, bar, bar.get_metrics, progress))
+    trainer, requests = fit.trainer, fit.requests
 
-
-def _those_with(trainer: Any, name: str) -> list[Any]:
-    return [callback for callback in trainer.callbacks if hasattr(callback, name)]
-
-
-def _decide_by_the_clock_together(undo: ExitStack, trainer: Any, requests: Requests) -> None:
     def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
         if not in_batch(trainer.lightning_module):
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
             requests.ask(Request.TIME_LIMIT)
 
-    for timer in _those_with(trainer, "_check_time_remaining"):
-        replace(undo, timer, "_check_time_remaining", partial(check, timer, timer._check_time_remaining))
-    by_time = [
-        saver for saver in _those_with(trainer, "_train_time_interval") if saver._train_time_interval is not None
-    ]
+    replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+    for timer in trainer.callbacks:
+        if hasattr(timer, "_check_time_remaining"):
+            replace(undo, timer, "_check_time_remaining", partial(check, timer, timer._check_time_remaining))
+    by_time = [saver for saver in trainer.callbacks if getattr(saver, "_train_time_interval", None) is not None]
     if len(by_time) > MOST_CHECKPOINTS:
         raise ValueError(
             f"{len(by_time)} ModelCheckpoint callbacks have a train_time_interval; worker groups can agree on at"
@@ -69,6 +51,18 @@ def _decide_by_the_clock_together(undo: ExitStack, trainer: Any, requests: Reque
     for index, saver in enumerate(by_time):
         hook = partial(requests.decide_checkpoint, index, saver.on_train_batch_end)
         replace(undo, saver, "on_train_batch_end", hook)
+    _monitor_means(undo, trainer, fit.groups)
+    _keep_in_group(undo, trainer, fit.groups.topology.in_group.process_group)
+    if (bar := trainer.progress_bar_callback) is not None:
+        metrics = bar.get_metrics
+
+        def metrics_shown(*args: Any) -> dict[str, Any]:
+            console = getattr(getattr(bar, "progress", None), "console", None)
+            entries = _progress(fit.engine)
+            entries = entries if console is None else fitting(entries, console.width - _BESIDE_METRICS)
+            return {**metrics(*args), **entries}
+
+        replace(undo, bar, "get_metrics", metrics_shown)
 
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
@@ -95,10 +89,11 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
 
     loop = trainer.fit_loop.epoch_loop
     replace(undo, loop, "_get_monitor_value", partial(monitored, loop._get_monitor_value))
-    for saver in _those_with(trainer, "_monitor_candidates"):
-        replace(undo, saver, "_monitor_candidates", partial(candidates, saver._monitor_candidates))
-    for saver in _those_with(trainer, "_save_last_checkpoint"):
-        replace(undo, saver, "_save_last_checkpoint", partial(save_last, saver._save_last_checkpoint))
+    for saver in trainer.callbacks:
+        if hasattr(saver, "_monitor_candidates"):
+            replace(undo, saver, "_monitor_candidates", partial(candidates, saver._monitor_candidates))
+        if hasattr(saver, "_save_last_checkpoint"):
+            replace(undo, saver, "_save_last_checkpoint", partial(save_last, saver._save_last_checkpoint))
 
 
 def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
@@ -123,10 +118,9 @@ def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
     replace(undo, nn.SyncBatchNorm, "forward", forward)
 
 
-def _shown(
-    bar: Any, original: Callable[..., dict[str, Any]], progress: Callable[[], dict[str, str]], *args: Any
-) -> dict[str, Any]:
-    """Returns the metrics of a progress bar, with the outer step and the fragments in flight."""
-    console = getattr(getattr(bar, "progress", None), "console", None)
-    entries = progress()
-    return {**original(*args), **(entries if console is None else fitting(entries, console.width - _BESIDE_METRICS))}
+def _progress(engine: StreamingDiLoCo | None) -> dict[str, str]:
+    if engine is None:
+        return {}
+    flights = list(map(str, engine.in_flight))
+    in_flight = ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-"
+    return {"outer_step": str(engine.round), "in_flight": in_flight, **shown(engine.last_landing)}

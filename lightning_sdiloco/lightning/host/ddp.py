@@ -42,13 +42,11 @@ class SingleRankDDP(DistributedDataParallel):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the module."""
         is_single = isinstance(self.reducer, _NoReducer)
         return self.module(*inputs, **kwargs) if is_single else super().forward(*inputs, **kwargs)
 
     @override
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Registers a hook that gets every bucket of gradients."""
         if isinstance(self.reducer, _NoReducer):
             module, is_training = self.module, self.training
             super().__init__(module, **self._arguments)
@@ -103,15 +101,12 @@ _LEAST_BYTES = 1 << 26
 
 def release_gradients(trainer: Any, optimizers: Iterable[Optimizer], batch_idx: int, nbytes: int) -> None:
     """Lets the gradients of the batch before go, if they are large and no hook of the user's may look at them."""
-    begins = nbytes >= _LEAST_BYTES and batch_idx % trainer.accumulate_grad_batches == 0
-    if begins and trainer.lightning_module.automatic_optimization and not _is_watched(trainer):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-
-def _is_watched(trainer: Any) -> bool:
-    of_module = ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")
-    hooks = [getattr(trainer.lightning_module, name) for name in of_module]
+    module, begins = trainer.lightning_module, batch_idx % trainer.accumulate_grad_batches == 0
+    if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
+        return
+    hooks = [getattr(module, name) for name in ("optimizer_step", "optimizer_zero_grad", "on_before_zero_grad")]
     hooks += [callback.on_before_zero_grad for callback in trainer.callbacks]
     # Lightning's own, by where it was written, in either distribution.
-    return not all(getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning.")) for hook in hooks)
+    if all(getattr(hook, "__module__", "").startswith(("lightning.", "pytorch_lightning.")) for hook in hooks):
+        for optimizer in optimizers:
+            optimizer.zero_grad()

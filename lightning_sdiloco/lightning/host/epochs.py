@@ -22,69 +22,75 @@ know the last one. A checkpoint holds the state that loaders had before that, so
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from lightning_sdiloco.comm import Topology, Unanswered
+from lightning_sdiloco.engine import DroppingLoader, StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
+from lightning_sdiloco.lightning.fit_state import FitState, Request
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.inner_steps import InnerSteps
-from lightning_sdiloco.lightning.signals import Request, Requests
 
 _log = logging.getLogger(__name__)
 
-YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
+_YIELDED_NONE = "train_dataloader yielded None. If this was on purpose, ignore this warning..."
 _LOADED = "train_dataloader()"  # What Lightning calls the barrier before it compares lengths.
 _LOADERS = "combined_loader"
-
-
-class _Place(NamedTuple):
-    """Where a group is in its epoch: in a batch, or at the end of its data."""
-
-    batch: int
-    is_end: bool
 
 
 class Epochs:
     """The epochs of a fit, and where the other groups are in them; see [Note: where the others are]."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        topology: Topology,
-        requests: Requests,
-        steps: InnerSteps,
-        timeout: timedelta,
-        is_counted: Callable[[], bool],
-    ) -> None:
-        self.trainer, self.topology = trainer, topology
-        self.requests, self._steps = requests, steps
-        self._timeout = timeout
-        self._is_counted = is_counted
+    def __init__(self, fit: FitState) -> None:
+        self.fit = fit
         self._told: deque[tuple[int, Any]] = deque()  # After which inner step, and what was posted.
         self._is_open = False
         # The last batch in which this group or another is known to be, and the last of the epoch once that is known.
         self._last = 0
         self._end: int | None = None
 
+    def end_together(self, undo: ExitStack) -> None:
+        """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing."""
+        trainer, loop = self.fit.trainer, self.fit.trainer.fit_loop
+        states, setup_data, validates = loop.on_save_checkpoint, loop.setup_data, loop.epoch_loop._should_check_val_fx
+
+        def saved_state() -> dict[str, Any]:
+            # With that of its loaders as if nobody had looked ahead.
+            loaders = getattr(loop._data_fetcher, "loaders", None)
+            return states() if loaders is None else {**states(), _LOADERS: loaders}
+
+        def should_validate(fetcher: Any) -> bool:
+            # Also after an epoch with fewer batches than were announced.
+            progress = loop.epoch_loop.batch_progress
+            early = progress.is_last_batch and progress.current.ready < trainer.num_training_batches
+            due = validates(fetcher)
+            due = due or (early and _validates_by_share(trainer) and loop.epoch_loop._should_check_val_epoch())
+            if due:
+                self.fit.groups.meet()
+            return bool(due)
+
+        if self.fit.groups.topology.num_groups > 1:
+            replace(undo, loop, "setup_data", partial(_setup_data, self, setup_data, states))
+            replace(undo, loop, "on_save_checkpoint", saved_state)
+            replace(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
+
     def open(self, batch: int) -> bool:
         """Begins an epoch, or goes on with one. A tuner removes the callback that counts: each rank is then alone."""
-        self._is_open = self._is_counted()
+        self._is_open = any(getattr(callback, "fit", None) is self.fit for callback in self.fit.trainer.callbacks)
         self._last, self._end = batch, None
         return self._is_open
 
     def meet(self) -> None:
         """Tells the others, once for each batch, that this group is about to wait for all of them."""
-        if self._is_open and self._end is None and self._steps.is_training:
-            batch = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if self._is_open and self._end is None and self.fit.is_training:
+            batch = self.fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready
             if batch > self._last:
                 self._last = batch
-                self._tell(_Place(batch, is_end=False))
+                self._tell(batch, is_end=False)
 
     def end(self, own: int, batch: int) -> int | None:
         """Returns the last batch of the epoch, or None if another group goes on after ``batch``, or in it.
@@ -92,46 +98,44 @@ class Epochs:
         Waits for the others, and asks for the end of the epoch, because the data of this group ended after ``own``.
         """
         if self._end is None and self._last < batch:
-            self._tell(_Place(own, is_end=True))
-            places: list[_Place] = []
+            self._tell(own, is_end=True)
             while self._told:
                 places = self._hear()
-            going_on = [place for place in places if not place.is_end]
-            self._last = max(place.batch for place in going_on or places)
+            going_on = [batch for batch, is_end in places if not is_end]
+            self._last = max(going_on or [batch for batch, _ in places])
             if going_on:
-                self.requests.ask(Request.END_EPOCH)
+                self.fit.requests.ask(Request.END_EPOCH)
             else:
                 self._end = self._last
         return self._end
 
     def collect(self, until: float = float("inf")) -> None:
-        """Takes what the others have told up to an inner step, which they have all made, off the wire."""
         while self._told and self._told[0][0] <= until:
             self._hear()
 
-    def _tell(self, place: _Place) -> None:
-        engine, exchange = self._steps.engine, self.topology.progress
-        word = torch.tensor(place, dtype=torch.int64).view(torch.uint8)
+    def _tell(self, batch: int, is_end: bool) -> None:
+        """Says in which batch this group is, or after which its data ended."""
+        engine, exchange = self.fit.engine, self.fit.groups.topology.progress
+        word = torch.tensor([batch, is_end], dtype=torch.int64).view(torch.uint8)
         posted = exchange.post([word] * exchange.num_groups)
         self._told.append((engine.inner_steps if engine is not None else 0, posted))
 
-    def _hear(self) -> list[_Place]:
+    def _hear(self) -> list[list[int]]:
         """Returns what all groups told in the meeting that was posted first."""
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        topology, timeout = self.fit.groups.topology, self.fit.options.settings.timeout
         try:
-            words = self.topology.progress.collect(self._told.popleft()[1], deadline)
+            deadline = time.monotonic() + timeout.total_seconds()
+            words = topology.progress.collect(self._told.popleft()[1], deadline)
         except Unanswered as error:
             raise ExchangeError(
-                f"{error} while worker group {self.topology.group_index}, after batch {self._last} of the epoch,"
+                f"{error} while worker group {topology.group_index}, after batch {self._last} of the epoch,"
                 " waited to hear where the others are. The run cannot go on without it. See why that group stopped or"
                 " is unreachable; if it was only slow, raise timeout."
             ) from error
-        return [_Place(*word.clone().view(torch.int64).tolist()) for word in words]
+        return [word.clone().view(torch.int64).tolist() for word in words]
 
 
 class _Fetcher:
-    """Hands out what a data fetcher of Lightning does, and None where only other groups have data left."""
-
     def __init__(self, fetcher: Any, length: int | None, epochs: Epochs, states: Callable[[], dict[str, Any]]) -> None:
         self._fetcher, self._length = fetcher, length
         self._epochs, self._states = epochs, states
@@ -139,20 +143,18 @@ class _Fetcher:
         # See [Note: a batch ahead].
         self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
         self.loaders: Any = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self.fetched, self.done = 0, False
-        self._is_open = self._is_over = False
+        self.fetched = 0
+        self.done = self._is_open = self._is_over = False
 
     def __iter__(self) -> "_Fetcher":
         iter(self._fetcher)
-        self._ahead = []
-        self._begin()
+        self._ahead, self.fetched = [], 0
+        self.done = self._is_open = self._is_over = False
         return self
 
     def __next__(self) -> tuple[Any, int, int]:
         self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
+        trainer, topology = self._epochs.fit.trainer, self._epochs.fit.groups.topology
         batch = self.fetched + 1
         self._is_open = self._is_open or self._epochs.open(self.fetched)
         item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
@@ -162,78 +164,40 @@ class _Fetcher:
             self._is_over, item = False, next(self._fetcher)
         self._is_over = self._is_over or item is None
         if self._length is None and not self._is_over:
-            self._look_ahead()
+            self.loaders = self._states().get(_LOADERS)
+            self._ahead = [ahead for ahead in [next(self._fetcher, None)] if ahead is not None]
+            self._is_over = not self._ahead
         if self._is_over and self._is_open:
             end = self._epochs.end(self.fetched if item is None else batch, batch)
             if end == self.fetched:
-                self._epochs.requests.settle(Request.END_EPOCH)
+                self._epochs.fit.requests.settle(Request.END_EPOCH)
                 raise StopIteration
             self.done = batch == end
         self.done = self.done or batch == self._length
         if item is None:
-            self._say_that_it_follows()
+            said = trainer.fit_loop.epoch_loop._warning_cache
+            if _YIELDED_NONE not in said and topology.group_rank == 0:
+                _log.warning(
+                    "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
+                    " idle batches, in which it does not train, until all end the epoch together: when the data of all"
+                    " has ended, or after the landing of its next launch. A loader with a length, or"
+                    " limit_train_batches as a number of batches, avoids them. This is said once.",
+                    topology.group_index,
+                    trainer.current_epoch,
+                    self.fetched,
+                )
+            # Lightning would warn of a batch that is None.
+            said.add(_YIELDED_NONE)
             item = None, self.fetched, 0
         if item[0] is None:
             # What the last batch logged is not logged again for one that is idle.
-            for logged in self._epochs.trainer.fit_loop.epoch_loop._results.values():
+            for logged in trainer.fit_loop.epoch_loop._results.values():
                 logged._forward_cache = None
         self.fetched = batch
         return item
 
-    def _look_ahead(self) -> None:
-        self.loaders = self._states().get(_LOADERS)
-        ahead = next(self._fetcher, None)
-        self._ahead = [] if ahead is None else [ahead]
-        self._is_over = ahead is None
-
-    def _say_that_it_follows(self) -> None:
-        trainer, topology = self._epochs.trainer, self._epochs.topology
-        said = trainer.fit_loop.epoch_loop._warning_cache
-        if YIELDED_NONE in said:
-            return
-        # Lightning would warn of a batch that is None.
-        said.add(YIELDED_NONE)
-        if topology.group_rank == 0:
-            _log.warning(
-                "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with idle"
-                " batches, in which it does not train, until all end the epoch together: when the data of all has"
-                " ended, or after the landing of its next launch. A loader with a length, or limit_train_batches as a"
-                " number of batches, avoids them. This is said once.",
-                topology.group_index,
-                trainer.current_epoch,
-                self.fetched,
-            )
-
     def teardown(self) -> None:
-        """Ends the workers of the loaders."""
         self._fetcher.teardown()
-
-
-def end_epochs_together(undo: ExitStack, epochs: Epochs) -> None:
-    """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing."""
-    if epochs.topology.num_groups > 1:
-        loop = epochs.trainer.fit_loop
-        states = loop.on_save_checkpoint
-        replace(undo, loop, "setup_data", partial(_setup_data, epochs, loop.setup_data, states))
-        replace(undo, loop, "on_save_checkpoint", partial(_saved_loop, loop, states))
-        should_validate = partial(_should_validate, epochs, loop.epoch_loop._should_check_val_fx)
-        replace(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
-
-
-def _saved_loop(loop: Any, states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Returns the state of a fit loop, with that of its loaders as if nobody had looked ahead."""
-    loaders = getattr(loop._data_fetcher, "loaders", None)
-    return states() if loaders is None else {**states(), _LOADERS: loaders}
-
-
-def _should_validate(epochs: Epochs, original: Callable[[Any], bool], fetcher: Any) -> bool:
-    """Decides as Lightning does, and also validates after an epoch with fewer batches than were announced."""
-    trainer, loop = epochs.trainer, epochs.trainer.fit_loop.epoch_loop
-    early = loop.batch_progress.is_last_batch and loop.batch_progress.current.ready < trainer.num_training_batches
-    due = original(fetcher) or (early and _validates_by_share(trainer) and loop._should_check_val_epoch())
-    if due:
-        epochs.meet()
-    return bool(due)
 
 
 def _validates_by_share(trainer: Any) -> bool:
@@ -245,7 +209,7 @@ def _validates_by_share(trainer: Any) -> bool:
 
 
 def _setup_data(epochs: Epochs, original: Callable[[], None], states: Callable[[], dict[str, Any]]) -> None:
-    loop, strategy = epochs.trainer.fit_loop, epochs.trainer.strategy
+    loop, strategy = epochs.fit.trainer.fit_loop, epochs.fit.trainer.strategy
     before, failure, loaded = loop._data_fetcher, None, False
     wait = strategy.barrier
 
@@ -266,15 +230,26 @@ def _setup_data(epochs: Epochs, original: Callable[[], None], states: Callable[[
                 raise
             failure = error
     if failure is not None or loop._data_fetcher is not before:
-        length = _agreed_length(epochs, failure)
-        if length != 0:
-            _end_after(epochs, length, states)
+        length = _agreed_length(epochs.fit, failure)
+        if length == 0:
+            return
+        if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
+            loop._data_fetcher = _Fetcher(loop._data_fetcher, length, epochs, states)
+        elif length is not None:
+            # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
+            loop._combined_loader.limits = [min(limit, length) for limit in loop._combined_loader.limits]
+            loop._data_fetcher.length = length
 
 
-def _agreed_length(epochs: Epochs, failure: Exception | None) -> int | None:
+def _agreed_length(fit: FitState, failure: Exception | None) -> int | None:
     """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none, or could not load."""
-    trainer, topology = epochs.trainer, epochs.topology
-    own = _length(trainer) if failure is None else None
+    trainer, topology = fit.trainer, fit.groups.topology
+    loop, own = trainer.fit_loop, None
+    if failure is None:
+        # A restored loader may be at its end, and groups may have no data in a later epoch.
+        resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
+        is_empty = loop._data_fetcher.done and not resumed
+        own = (0 if is_empty else None) if loop.max_batches == float("inf") else int(loop.max_batches)
     ranks = topology.world.all_gather_object((topology.group_index, own, repr(failure) if failure else ""))
     if failure is not None:
         raise failure
@@ -294,7 +269,7 @@ def _agreed_length(epochs: Epochs, failure: Exception | None) -> int | None:
             f"Some worker groups have no batch to train on: {text}. Epochs end together, so nobody would train."
             " Give every group data, or train with fewer worker groups."
         )
-    trainer.fit_loop.max_batches = agreed
+    loop.max_batches = agreed
     if _validates_by_share(trainer):
         trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
     if trainer.is_global_zero:
@@ -302,26 +277,6 @@ def _agreed_length(epochs: Epochs, failure: Exception | None) -> int | None:
             "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in all of them.", text, agreed
         )
     return agreed
-
-
-def _length(trainer: Any) -> int | None:
-    """Returns how many batches an epoch has, if that is known."""
-    loop = trainer.fit_loop
-    if loop.max_batches != float("inf"):
-        return int(loop.max_batches)
-    # A restored loader may be at its end, and groups may have no data in a later epoch.
-    resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
-    return 0 if loop._data_fetcher.done and not resumed else None
-
-
-def _end_after(epochs: Epochs, length: int | None, states: Callable[[], dict[str, Any]]) -> None:
-    loop = epochs.trainer.fit_loop
-    if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-        loop._data_fetcher = _Fetcher(loop._data_fetcher, length, epochs, states)
-    elif length is not None:
-        # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
-        loop._combined_loader.limits = [min(limit, length) for limit in loop._combined_loader.limits]
-        loop._data_fetcher.length = length
 
 
 # What Lightning counts and logs in them
@@ -355,7 +310,16 @@ def end_epoch(trainer: Any) -> None:
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
     """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
-    logged = [key for key, result in results.items() if _is_reduced_by_epoch(result)]
+
+    def is_reduced(result: Any) -> bool:
+        if not result.meta.on_epoch or result.has_reset:
+            return False
+        if result.is_tensor:
+            return bool(result.meta.sync.should and not result.meta.sync.rank_zero_only)
+        # A metric gathers its own states.
+        return bool(getattr(result.value, "sync_on_compute", True))
+
+    logged = [key for key, result in results.items() if is_reduced(result)]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
@@ -369,10 +333,47 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
         )
 
 
-def _is_reduced_by_epoch(result: Any) -> bool:
-    if not result.meta.on_epoch or result.has_reset:
-        return False
-    if result.is_tensor:
-        return bool(result.meta.sync.should and not result.meta.sync.rank_zero_only)
-    # A metric gathers its own states.
-    return bool(getattr(result.value, "sync_on_compute", True))
+# Loaders that yield None on purpose have another one as `loader`, and `follow(engine)`: `DropCompute` makes them, and
+# so may users, as in ``examples/methods/dylu.py``.
+
+
+def process_wrapped(trainer: Any, dataloader: Any) -> Any:
+    """Divides the data of a loader that is wrapped among all ranks, as Lightning does where it is not."""
+    stage = trainer.state.stage
+    for wrapper in _wrappers(dataloader):
+        wrapper.loader = trainer._data_connector._prepare_dataloader(wrapper.loader, shuffle=True, mode=stage)
+        if isinstance(wrapper, DroppingLoader):
+            wrapper.length = len(wrapper.loader)
+    return dataloader
+
+
+def _wrappers(loader: Any) -> Iterator[Any]:
+    if hasattr(loader, "loader") and hasattr(loader, "follow"):
+        yield from _wrappers(loader.loader)
+        yield loader
+
+
+def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
+    """Makes the loaders of an epoch know the engine; returns whether some may leave micro-batches out, which count."""
+    leaves_out = False
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        for wrapper in _wrappers(loader):
+            # Lightning would warn of a batch that is None.
+            trainer.fit_loop.epoch_loop._warning_cache.add(_YIELDED_NONE)
+            if isinstance(wrapper, DroppingLoader):
+                if not trainer.lightning_module.automatic_optimization:
+                    raise ValueError(
+                        "DropCompute does not go with manual optimization: only the module knows when gradients are"
+                        " synchronised. Optimize automatically, or skip the batches that are None in a loop of your"
+                        " own."
+                    )
+                if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
+                    raise ValueError(
+                        f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
+                        f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Give both the same number."
+                    )
+                # Lightning steps after its last batch, which limits of the trainer or of other groups may put earlier.
+                wrapper.length = min(wrapper.length, int(trainer.num_training_batches))
+                leaves_out = True
+            wrapper.follow(engine)
+    return leaves_out

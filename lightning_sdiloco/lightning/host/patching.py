@@ -9,7 +9,7 @@ nothing that is not in the register. A test compares the register with the sourc
 import importlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache, partial, reduce
@@ -26,24 +26,20 @@ Use = Literal["used", "patched", "overridden", "set"]
 
 @dataclass(frozen=True)
 class HostName:
-    """A name in one of Lightning's objects."""
-
     place: str
     name: str
     use: Use
     without: str
     optional: bool = False
     first: str = OLDEST
-    last: str = NEWEST
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"
 
     def is_expected_in(self, version: str) -> bool:
         """Returns whether a version should have it: one that is newer than all that were tried should."""
-        return _release(version) >= _release(self.first) and (
-            self.last == NEWEST or _release(version) <= _release(self.last)
-        )
+        own, first = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first))
+        return own >= first
 
 
 # What several names have in common.
@@ -172,22 +168,31 @@ REGISTER = (
 
 def check_names(trainer: Any) -> None:
     """Looks for all names of the register that a fit of this trainer may need; see [Note: the register]."""
-    version = _version_of(trainer)
+    version = str(importlib.import_module(_distribution_of(trainer)).__version__)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
-    _require((entry for entry in missing if not entry.optional), version)
+    _require([entry for entry in missing if not entry.optional], version)
     if missing and trainer.is_global_zero:
         _log.warning("%s Training goes on without.", _told(missing, version))
 
 
-def check_class(kind: type) -> None:
-    """Looks for the names of the register in a class that is used without a trainer."""
-    _require(entry for entry in REGISTER if entry.place in _class_names(kind) and not _has(kind, entry))
+def check_without_trainer(host: Any, place: str = "") -> None:
+    """Looks for the names of the register in a class, or in an object that stands for a place."""
+    places = {place} if place else _class_names(host)
+    _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
 
 
-def check_fabric(strategy: Any) -> None:
-    """Looks for the names of the register in a strategy of Fabric."""
-    _require(entry for entry in REGISTER if entry.place == FABRIC and not _has(strategy, entry))
+def _require(missing: list[HostName], version: str = "") -> None:
+    if missing:
+        raise ValueError(f"{_told(missing, version)} Install one of these, or a newer version of lightning-sdiloco.")
+
+
+def _told(missing: list[HostName], version: str) -> str:
+    told = "; ".join(f"without {entry} {entry.without}" for entry in missing)
+    return (
+        f"This version of Lightning{version and f', {version},'} lacks what worker groups rest on: {told}."
+        f" lightning-sdiloco was tried with Lightning {OLDEST} to {NEWEST}."
+    )
 
 
 def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
@@ -230,21 +235,17 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
         with suppress(AttributeError):
             yield reduce(getattr, path, trainer)
     elif path:
-        yield _imported(place, _distribution_of(trainer))
+        yield _imported(place.replace("lightning.pytorch", _distribution_of(trainer)))
     else:
-        yield from (host for host in _parts(trainer) if place in _class_names(type(host)))
-
-
-def _parts(trainer: Any) -> list[Any]:
-    """Returns the objects of a trainer that are found by the names of their classes."""
-    strategy = trainer.strategy
-    return [*trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io]
+        strategy = trainer.strategy
+        parts = *trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io
+        yield from (host for host in parts if place in _class_names(type(host)))
 
 
 @cache
-def _imported(place: str, distribution: str) -> Any:
+def _imported(place: str) -> Any:
     """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such class."""
-    module, _, name = place.replace("lightning.pytorch", distribution).rpartition(".")
+    module, _, name = place.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError:
@@ -253,7 +254,6 @@ def _imported(place: str, distribution: str) -> Any:
 
 
 def _distribution_of(trainer: Any) -> str:
-    """Returns ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
     return next(
         kind.__module__.removesuffix(".trainer.trainer") for kind in type(trainer).__mro__ if _is_of_lightning(kind)
     )
@@ -261,16 +261,12 @@ def _distribution_of(trainer: Any) -> str:
 
 def _has(host: Any, entry: HostName) -> bool:
     """Returns whether an object of Lightning has a name by itself, and not because a subclass of ours has it."""
-    name = entry.name
-    if isinstance(host, type):
-        own: Mapping[str, Any] = {}
-        kinds = host.__mro__
-    else:
-        own = getattr(host, "__dict__", {})
-        kinds = type(host).__mro__
+    name, is_class = entry.name, isinstance(host, type)
+    own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
     if entry.use == "set":
         # Whatever is set is there. What counts is that Lightning shows it.
         return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
+    kinds = (host if is_class else type(host)).__mro__
     return name in own or any(name in vars(kind) for kind in kinds if _is_of_lightning(kind))
 
 
@@ -281,27 +277,3 @@ def _is_of_lightning(kind: type) -> bool:
 def _class_names(kind: type) -> set[str]:
     """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
     return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
-
-
-def _version_of(trainer: Any) -> str:
-    return str(importlib.import_module(_distribution_of(trainer)).__version__)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:3]))
-
-
-# What is told
-
-
-def _require(missing: Iterable[HostName], version: str = "") -> None:
-    if entries := list(missing):
-        raise ValueError(f"{_told(entries, version)} Install one of these, or a newer version of lightning-sdiloco.")
-
-
-def _told(missing: Iterable[HostName], version: str) -> str:
-    told = "; ".join(f"without {entry} {entry.without}" for entry in missing)
-    return (
-        f"This version of Lightning{version and f', {version},'} lacks what worker groups rest on: {told}."
-        f" lightning-sdiloco was tried with Lightning {OLDEST} to {NEWEST}."
-    )

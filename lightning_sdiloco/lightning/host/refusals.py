@@ -8,43 +8,71 @@ and older versions lack some of these classes.
 """
 
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from lightning_sdiloco.registration import variants
 
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
 
 
-def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
-    """Refuses what cannot work with worker groups, before training."""
-    _refuse_validation_by_the_clock(trainer)
-    _refuse_several_averages(trainer)
+class _Refusal(NamedTuple):
+    callbacks: set[str]  # by the names of their classes
+    why: str
+    holds: Callable[[Any, Any, bool], bool] = lambda trainer, callback, shares: True
+
+
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+_WITH_GROUPS = (
+    _Refusal(
+        _AVERAGING,
+        "averages outer parameters over time, and on this route each worker group holds some of its own, so that every"
+        " group would end with another average. Leave out the callback, or route.",
+        lambda trainer, callback, shares: not shares,
+    ),
+    _Refusal(
+        {"StochasticWeightAveraging"},
+        "is used with a model that has BatchNorm: it adds an epoch that recomputes the statistics, in every worker"
+        " group from its own data and without an exchange, so that every group would end with another model. Use"
+        " WeightAveraging or EMAWeightAveraging, which average the statistics too.",
+        lambda trainer, callback, shares: (
+            trainer.max_epochs != -1 and callback.pl_module_contains_batch_norm(trainer.lightning_module)
+        ),
+    ),
+    _Refusal(
+        {"ModelPruning"},
+        "chooses what to prune from the local weights of each worker group, so that every group would prune something"
+        " else. Prune the outer model after training, with torch.nn.utils.prune.",
+    ),
+    _Refusal(
+        {"SpikeDetection"},
+        "asks all ranks after every batch whether there was a spike, so that every worker group would wait for the"
+        " slowest at every step. Leave it out; a group whose values are not finite is left out of the mean anyway.",
+    ),
+)
+_WITH_SHARDS = (
+    _Refusal(
+        _AVERAGING,
+        "copies the whole model, of which every rank has only a part. Leave it out: the outer model, which validation"
+        " and checkpoints show, is an average already.",
+    ),
+    _Refusal(
+        {"BaseFinetuning"},
+        "unfreezes layers between epochs, which sharded parameters do not follow. Freeze what is to stay in"
+        " configure_model, and train in several fits.",
+    ),
+)
+
+
+def _refuse_callbacks(trainer: Any, refusals: tuple[_Refusal, ...], shares: bool = True) -> None:
     for callback in trainer.callbacks:
-        kinds = _class_names(callback)
-        if not shares and kinds & _AVERAGING:
-            raise ValueError(
-                f"{_name(callback)} averages outer parameters over time, and on this route each worker group holds some"
-                " of its own, so that every group would end with another average. Leave out the callback, or route."
-            )
-        if "StochasticWeightAveraging" in kinds:
-            _refuse_epoch_for_statistics(trainer, callback)
-        if "ModelPruning" in kinds:
-            raise ValueError(
-                f"{_name(callback)} chooses what to prune from the local weights of each worker group, so that every"
-                " group would prune something else. Prune the outer model after training, with torch.nn.utils.prune."
-            )
-        if "SpikeDetection" in kinds:
-            raise ValueError(
-                f"{_name(callback)} asks all ranks after every batch whether there was a spike, so that every worker"
-                " group would wait for the slowest at every step. Leave it out; a group whose values are not finite is"
-                " left out of the mean anyway."
-            )
+        for refusal in refusals:
+            if _class_names(callback) & refusal.callbacks and refusal.holds(trainer, callback, shares):
+                raise ValueError(f"{type(callback).__name__} {refusal.why}")
 
 
-def _refuse_validation_by_the_clock(trainer: Any) -> None:
+def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
     # Lightning before 2.6 has no such validation.
     if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         raise ValueError(
@@ -52,19 +80,26 @@ def _refuse_validation_by_the_clock(trainer: Any) -> None:
             " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
             " epoch."
         )
-
-
-def _refuse_several_averages(trainer: Any) -> None:
-    averaging = [callback for callback in trainer.callbacks if _class_names(callback) & _AVERAGING]
+    averaging = [type(callback).__name__ for callback in trainer.callbacks if _class_names(callback) & _AVERAGING]
     if len(averaging) > 1:
         raise ValueError(
-            f"There are several callbacks that average weights: {', '.join(_name(each) for each in averaging)}. A"
-            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
+            f"There are several callbacks that average weights: {', '.join(averaging)}. A checkpoint has room for one"
+            " average, and the module for one at the end. Keep one of them."
         )
+    _refuse_callbacks(trainer, _WITH_GROUPS, shares)
+
+
+def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
+    """Refuses what cannot work where each rank of a group holds a part of the model."""
+    if precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
+            f" {', '.join(map(repr, _PRECISIONS))}."
+        )
+    _refuse_callbacks(trainer, _WITH_SHARDS)
 
 
 def refuse_divided(optimizers: Iterable[Any]) -> None:
-    """Refuses optimizers that divide their state over all processes."""
     for optimizer in optimizers:
         if hasattr(optimizer, "consolidate_state_dict"):
             raise ValueError(
@@ -103,39 +138,6 @@ def advise_on_unused(exception: BaseException, name: str) -> None:
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)
 
 
-def _refuse_epoch_for_statistics(trainer: Any, callback: Any) -> None:
-    if trainer.max_epochs != -1 and callback.pl_module_contains_batch_norm(trainer.lightning_module):
-        raise ValueError(
-            f"{_name(callback)} is used with a model that has BatchNorm: it adds an epoch that recomputes the"
-            " statistics, in every worker group from its own data and without an exchange, so that every group would"
-            " end with another model. Use WeightAveraging or EMAWeightAveraging, which average the statistics too."
-        )
-
-
-def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
-    """Refuses what cannot work where each rank of a group holds a part of the model."""
-    if precision not in _PRECISIONS:
-        raise ValueError(
-            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
-            f" {', '.join(map(repr, _PRECISIONS))}."
-        )
-    for callback in trainer.callbacks:
-        if _class_names(callback) & _AVERAGING:
-            raise ValueError(
-                f"{_name(callback)} copies the whole model, of which every rank has only a part. Leave it out: the"
-                " outer model, which validation and checkpoints show, is an average already."
-            )
-        if "BaseFinetuning" in _class_names(callback):
-            raise ValueError(
-                f"{_name(callback)} unfreezes layers between epochs, which sharded parameters do not follow. Freeze"
-                " what is to stay in configure_model, and train in several fits."
-            )
-
-
 def _class_names(callback: Any) -> set[str]:
     """Returns the names of a callback's class and its base classes; see [Note: callbacks by name]."""
     return {kind.__name__ for kind in type(callback).__mro__}
-
-
-def _name(callback: Any) -> str:
-    return type(callback).__name__

@@ -39,15 +39,27 @@ from lightning_sdiloco.lightning.host.patching import replace
 def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
     """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch]."""
     loop = trainer.fit_loop
+    start, reset_epoch = loop.on_advance_start, loop.epoch_loop.reset
+
+    def start_epoch() -> None:
+        if loop.restarted_mid_epoch and _is_at_last_batch(loop.epoch_loop):
+            loop.reset_restart_stage()
+        start()
+
     replace(undo, loop, "reset", partial(_reset_fit, trainer, undo, loop.reset))
-    replace(undo, loop, "on_advance_start", partial(_start_epoch, loop, loop.on_advance_start))
-    replace(undo, loop.epoch_loop, "reset", partial(_reset_epoch, trainer, loop.epoch_loop.reset))
+    replace(undo, loop, "on_advance_start", start_epoch)
+    replace(undo, loop.epoch_loop, "reset", partial(_reset_epoch, trainer, reset_epoch))
+
+
+def _is_at_last_batch(epoch_loop: Any) -> bool:
+    return bool(epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch)
 
 
 def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
     """Resets the fit loop; a run that was saved after a batch or an epoch then begins with the rest of that."""
     loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
     once = undo.enter_context(ExitStack())
+    start, end = loop.on_advance_start, loop.on_advance_end
 
     def end_batch(data_fetcher: Any) -> None:
         # In the place of the first batch, so that Lightning goes on as after any batch.
@@ -57,41 +69,29 @@ def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> N
             if hasattr(callback, "finish_with_last_batch"):
                 callback.finish_with_last_batch(trainer)
 
-    def end_epoch_and_start(start: Callable[[], None]) -> None:
+    def end_epoch_and_start() -> None:
         once.close()
         loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         start()
 
-    def end_epoch(end: Callable[[], None]) -> None:
+    def end_epoch() -> None:
         # As in a run that was not resumed: learning rates that depend on metrics are updated.
         loop._restarting = False
         end()
 
+    def was_saved_in_a_hook_at_the_end(count: Any) -> bool:
+        # The completion of the batch or the epoch is not counted yet.
+        return bool(count.ready == count.started == count.processed == count.completed + 1)
+
     if trainer.strategy.fit.checkpointer.resumes_exactly:
-        replace(undo, loop, "on_advance_end", partial(end_epoch, loop.on_advance_end))
-        if _was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
-            replace(once, loop, "on_advance_start", partial(end_epoch_and_start, loop.on_advance_start))
-        ends = map(_was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
+        replace(undo, loop, "on_advance_end", end_epoch)
+        if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
+            replace(once, loop, "on_advance_start", end_epoch_and_start)
+        ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
         if loop.epoch_loop.restarting and all(ends):
             progress.increment_completed()
             replace(once, loop.epoch_loop, "advance", end_batch)
     original()
-
-
-def _was_saved_in_a_hook_at_the_end(count: Any) -> bool:
-    """Returns whether a hook at the end of a batch or an epoch saved the checkpoint: its completion is not counted."""
-    return bool(count.ready == count.started == count.processed == count.completed + 1)
-
-
-def _start_epoch(fit_loop: Any, original: Callable[[], None]) -> None:
-    """Starts an epoch, and a new one if a run resumes from the last batch of one."""
-    if fit_loop.restarted_mid_epoch and _is_at_last_batch(fit_loop.epoch_loop):
-        fit_loop.reset_restart_stage()
-    original()
-
-
-def _is_at_last_batch(epoch_loop: Any) -> bool:
-    return bool(epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch)
 
 
 def _reset_epoch(trainer: Any, original: Callable[[], None]) -> None:
@@ -120,7 +120,6 @@ _SUMS = ("value", "cumulated_batch_size", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Any) -> dict[str, Any]:
-    """Returns what this rank has logged, as plain values and tensors."""
     seen = trainer._logger_connector._callback_metrics if trainer.strategy.is_alone else trainer.callback_metrics
     epoch = trainer.fit_loop.epoch_progress.current
     results = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
@@ -131,7 +130,6 @@ def metrics_state_dict(trainer: Any) -> dict[str, Any]:
 
 
 def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
-    """Restores what `metrics_state_dict` returned."""
     connector = trainer._logger_connector
     connector._callback_metrics.update(state["seen"])
     results = trainer.fit_loop.epoch_loop._results

@@ -25,7 +25,7 @@ from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
 from lightning_sdiloco.federation import Federation
-from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_class, in_batch
+from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_without_trainer, in_batch
 from lightning_sdiloco.lightning import replace as replace_in
 from lightning_sdiloco.planning import Model
 from lightning_sdiloco.registration import variants
@@ -378,7 +378,7 @@ class Configuration:
         ours = self.classes.strategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or self.classes.cli
-        check_class(base)
+        check_without_trainer(base)
 
         class SimulatedCLI(base):  # type: ignore[misc, valid-type]
             def before_instantiate_classes(self) -> None:
