@@ -89,9 +89,13 @@ class Fit(FitState):
         self._announcement: Announcement | None = None
         self.is_closed = self._epoch_begins = self._has_gathered = False
         # The inner step that the batches since the last one belong to.
-        self.stepped = self.counts_micro_batches = False
-        self.optimizer_steps = self.samples = self._micro_batches = self._steps_per_batch = 0
+        self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
+        self._count_anew()
+
+    def _count_anew(self) -> None:
+        self.landed = self.stepped = self.counts_micro_batches = False
+        self.optimizer_steps = self._steps_per_batch = 0
 
     # Start
 
@@ -129,7 +133,9 @@ class Fit(FitState):
         )
         engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
         self.engine = self._results.engine = engine
-        self.requests.engine = engine
+        # A callback that looks for a learning rate has trained in this fit before.
+        self._count_anew()
+        self.requests.connect(engine)
         self.options.auto.start()
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.

@@ -38,6 +38,9 @@ class Requests:
         self.agreed_now = 0
         self._deciding: int | None = None
 
+    def connect(self, engine: StreamingDiLoCo) -> None:
+        self.engine, self.done_at, self.agreed_now = engine, {}, 0
+
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
         if self.engine is not None:
