@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.outer_gradients import QUICK, Replicas, Training, data_sets, outer_gradients
-from lightning_sdiloco.algorithm.digest import digest
+from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -34,7 +34,7 @@ from lightning_sdiloco.compression import (
     TopK,
 )
 from lightning_sdiloco.compression.blockwise import Blockwise
-from lightning_sdiloco.engine.synchronizer import norm_squared
+from lightning_sdiloco.engine.flight import norm_squared
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the package has, its errors and speeds

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm import Mix, digest
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.engine.synchronizer import norm_squared, outer_step
+from lightning_sdiloco.engine.flight import norm_squared, outer_step
 from tests.gpu.task import Found, Place
 
 GOAL = 0.7

@@ -25,7 +25,6 @@ from lightning_sdiloco.algorithm.config import (
     recommended,
     refuse_unknown,
 )
-from lightning_sdiloco.algorithm.digest import combined, digest
 from lightning_sdiloco.algorithm.gossip import (
     Brought,
     Everyone,
@@ -58,6 +57,8 @@ from lightning_sdiloco.algorithm.weighting import (
     Control,
     Count,
     Weighing,
+    combined,
+    digest,
     plain,
     remembered,
     trained,

@@ -38,6 +38,8 @@ class SecondHop(NamedTuple):
 class AllReduce:
     """Turns the outer gradients of all groups into their mean, in one shot: all send their whole shard to all."""
 
+    hops = 1
+
     def __init__(self, groups: int, compression: Compression, mixing: float) -> None:
         self.groups = groups
         self.compression = compression
@@ -139,6 +141,8 @@ class AllReduce:
 
 class TwoShotAllReduce(AllReduce):
     """Lets every group sum one part of the shard and send its mean, encoded again, to all others."""
+
+    hops = 2
 
     def __init__(
         self,

@@ -1,10 +1,13 @@
-"""How much each worker group counts in a mean: from what all groups say at a launch, and so the same in all of them."""
+"""What groups say at a launch, and how much each counts in a mean: decided from that, and so alike in all of them.
+
+They say the digest of what they hold alike: a number that stands for its bits, by which they see whether it is.
+"""
 
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from math import sqrt
 from operator import or_
 from statistics import median
@@ -12,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.digest import combined
 from lightning_sdiloco.errors import AgreementError
 
 # What the host knows, and what comes from the device with the outer gradient. The device's part is padded so that
@@ -32,6 +35,64 @@ _REMEMBERED, _ENOUGH = 8, 4
 
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
+
+
+# How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or it would spend its
+# time with the launches of kernels.
+_CHUNK = 1 << 17
+_CHUNK_ON_DEVICE = 1 << 23
+
+
+def digest(values: Tensor, start: int = 0) -> int:
+    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64.
+
+    A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
+    Digests of consecutive shards add up to the digest of the whole, so that a group can combine those of its ranks.
+
+    Args:
+        values: A tensor of any shape and dtype.
+        start: Position of its first word in the whole.
+
+    Returns:
+        A signed 64-bit number.
+
+    Examples:
+        >>> whole = torch.arange(10.0)
+        >>> digest(whole) == combined([digest(whole[:3]), digest(whole[3:], start=3)])
+        True
+        >>> digest(whole) == digest(whole.flip(0))
+        False
+    """
+    flat = values.detach().contiguous().view(-1)
+    size = flat.element_size()
+    words = flat.view(torch.int32) if size % 4 == 0 else flat.view(torch.int16 if size == 2 else torch.uint8)
+    on_cpu = words.device.type == "cpu"
+    length = _CHUNK if on_cpu else _CHUNK_ON_DEVICE
+    weights = _odd_numbers() if on_cpu else torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
+    # Added up on the device, modulo 2**64, so that the host waits for it once.
+    parts = list[Tensor]()
+    for first in range(-(start % 2), words.numel(), length):
+        chunk, before = words[max(first, 0) : first + length].to(torch.int32), max(-first, 0)
+        after = (before + chunk.numel()) % 2
+        if before or after or chunk.storage_offset() % 2:
+            chunk = pad(chunk, (before, after))
+        pairs = chunk.view(torch.int64)
+        own = weights[: len(pairs)]
+        parts.append(torch.dot(pairs, own) if on_cpu else (pairs * own).sum())
+        if start + first:
+            parts.append(pairs.sum() * (start + first))
+    return int(parts[0] if len(parts) == 1 else torch.stack(parts).sum()) if parts else 0
+
+
+@cache
+def _odd_numbers() -> Tensor:
+    """Returns the weights of a chunk on a CPU: those of every chunk."""
+    return torch.arange(1, _CHUNK, 2, device="cpu")
+
+
+def combined(digests: list[int]) -> int:
+    """Returns the digest of a whole, given the digests of its shards."""
+    return (sum(digests) + 2**63) % 2**64 - 2**63
 
 
 class Control(NamedTuple):
@@ -78,9 +139,9 @@ class Control(NamedTuple):
         return torch.frombuffer(bytearray(known + _DEVICE.pack(*self[4:-1])), dtype=torch.uint8)
 
     @staticmethod
-    def unpacked(data: Tensor) -> "Control":
-        """Reads a control vector back from its bytes."""
-        packed = bytes(data.tolist())
+    def unpacked(*parts: Tensor) -> "Control":
+        """Reads a control vector back from its bytes, in one part or several."""
+        packed = b"".join([bytes(part.tolist()) for part in parts])
         *known, step_time, weight = _HOST.unpack_from(packed)
         *computed, finite = _DEVICE.unpack_from(packed, HOST_BYTES)
         return Control._make([*known, weight, *computed, bool(finite), step_time])

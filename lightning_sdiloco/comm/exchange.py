@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm.communicator import page_locked, to_device, to_host
 from lightning_sdiloco.comm.pacing import Pacing
+from lightning_sdiloco.memory import new_vector
 
 Posted = TypeVar("Posted")
 
@@ -108,8 +109,10 @@ class DirectExchange(Exchange[_Travelling]):
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
         """Starts to send. Messages on another device are copied to the host first: the same one for all groups once."""
-        on_host = {id(message): to_host(message) for message in messages}
-        sent = [on_host[id(message)] for message in messages]
+        sent = list(messages)
+        if messages[self._group].device.type != "cpu":
+            on_host = {id(message): to_host(message) for message in messages}
+            sent = [on_host[id(message)] for message in messages]
         self._pacing.prepare([sent[group].numel() for group in self._ways])
         posted = _Travelling(messages, sent, {})
         if sizes != ():
@@ -128,8 +131,14 @@ class DirectExchange(Exchange[_Travelling]):
     def _receive(self, posted: _Travelling, groups: Iterable[int], sizes: Sequence[int]) -> None:
         """Starts to receive from other groups. gloo holds what comes before."""
         own, device = posted.received[self._group], posted.messages[self._group].device
+        on_cpu = device.type == "cpu"
         posted.received = [
-            own if group == self._group else page_locked((size,), own.dtype, device) for group, size in enumerate(sizes)
+            own
+            if group == self._group
+            else new_vector(size, device, own.dtype)
+            if on_cpu
+            else page_locked((size,), own.dtype, device)
+            for group, size in enumerate(sizes)
         ]
         for group in groups:
             try:
@@ -157,6 +166,8 @@ class DirectExchange(Exchange[_Travelling]):
             self._wait(sending, group, deadline)
         self._count(self._group, posted.messages, posted.received)
         own = posted.messages[self._group]
+        if own.device.type == "cpu":
+            return posted.received
         return [own if g == self._group else to_device(part, own.device) for g, part in enumerate(posted.received)]
 
     def _wait(self, work: Any, group: int, deadline: float) -> None:

@@ -20,11 +20,11 @@ import stat
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _MAX_PACING_RATE = 47
 _UNLIMITED = 2**64 - 1
@@ -97,8 +97,7 @@ class Connection(NamedTuple):
 
     def counters(self) -> Counters:
         """Returns what the kernel has counted."""
-        with self._opened() as opened:
-            told = opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        told = self._with(lambda opened: opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         if len(told) < _INFO_BYTES:
             raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
@@ -106,19 +105,19 @@ class Connection(NamedTuple):
 
     def limit(self, bytes_per_s: float | None) -> None:
         """Lets it send that fast at most; None: as fast as its congestion control allows."""
-        rate = _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s))
-        with self._opened() as opened:
-            opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, struct.pack("@L", rate))
+        rate = struct.pack("@L", _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s)))
+        self._with(lambda opened: opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate))
 
-    @contextmanager
-    def _opened(self) -> Iterator[socket.socket]:
-        copy = os.dup(self.descriptor)
-        if os.fstat(copy).st_ino != self.inode:
-            os.close(copy)
+    def _with(self, act: Callable[[socket.socket], Any]) -> Any:
+        """Does something with the socket, which stays that of its owner."""
+        if os.fstat(self.descriptor).st_ino != self.inode:
             raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
         # Told what it is, Python does not ask the kernel.
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=copy) as opened:
-            yield opened
+        opened = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=self.descriptor)
+        try:
+            return act(opened)
+        finally:
+            opened.detach()
 
 
 class Sent(NamedTuple):

@@ -90,7 +90,7 @@ class FP4(Leveled):
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean of several payloads; see `Compression.mean`."""
-        library = _native_for(out, *(payload for payload, _ in sent))
+        library = _native_for(out, *[payload for payload, _ in sent])
         if library is None or not sent:
             super().mean(sent, out)
         else:
@@ -114,8 +114,10 @@ class FP4(Leveled):
 
 
 def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
-    on_cpu = all(type(each) is Tensor and each.device.type == "cpu" and each.is_contiguous() for each in tensors)
-    return native() if on_cpu else None
+    for each in tensors:
+        if type(each) is not Tensor or each.device.type != "cpu" or not each.is_contiguous():
+            return None
+    return native()
 
 
 @cache
@@ -138,27 +140,34 @@ def native() -> ctypes.CDLL | None:
 
 def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = new_vector(FP4().wire_bytes(values.numel()), values.device, torch.uint8)
+    payload = new_vector(_size(values.numel()), values.device, torch.uint8)
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 
 
 def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
-    _check(payload, out)
+    _check([payload], out)
     library.fp4_decode(payload.data_ptr(), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
 
 
 def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-    for payload, _ in sent:
-        _check(payload, out)
-    payloads = (ctypes.c_void_p * len(sent))(*(payload.data_ptr() for payload, _ in sent))
-    factors = (ctypes.c_float * len(sent))(*(factor for _, factor in sent))
+    _check([payload for payload, _ in sent], out)
+    payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
+    factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
     library.fp4_mean(payloads, factors, len(sent), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
 
 
-def _check(payload: Tensor, out: Tensor) -> None:
-    assert payload.numel() == FP4().wire_bytes(out.numel()), "the payload belongs to a vector of another size"
-    assert (payload.dtype, out.dtype) == (torch.uint8, torch.float32), "bytes are decoded to float32"
+def _size(numel: int) -> int:
+    """Returns the bytes of a payload, as `FP4.wire_bytes` does."""
+    return 2 * -(-numel // BLOCK) + -(-numel // 2)
+
+
+def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
+    assert out.dtype == torch.float32, "bytes are decoded to float32"
+    size = _size(out.numel())
+    for payload in payloads:
+        assert payload.numel() == size, "the payload belongs to a vector of another size"
+        assert payload.dtype == torch.uint8, "a payload is bytes"
 
 
 def _levels_of_bytes() -> Tensor:

@@ -1,14 +1,13 @@
 """The engine: launches and lands the fragments of a model in any PyTorch training loop.
 
 In comes a model, which an inner optimizer trains, and one call after every inner step; out goes the outer model. Start
-reading at `rounds`, which is Algorithm 2, then `synchronizer`, `fragments` and `engine`. `shards` knows how a
+reading at `rounds`, which is Algorithm 2, then `flight`, `fragments` and `engine`. `shards` knows how a
 model holds its parameters, ``outer/`` is the outer optimizer. Nothing here knows Lightning or the environment, and
 other ranks are reached only through what a `Topology` holds.
 """
 
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
-from lightning_sdiloco.engine.background import Background, InlineBackground, Pending, Work
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     Saved,
@@ -24,10 +23,23 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.drop_compute import DropCompute, DroppingLoader, best_drop
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Arrival, Flight, Landing, Launch, Purpose, completed
-from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.measurements import Span, StepClock
-from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.flight import (
+    Background,
+    Flight,
+    InlineBackground,
+    Pending,
+    StepClock,
+    Work,
+    completed,
+    mean_of_buffers,
+    norm_squared,
+    outer_step,
+    reported,
+    span_from,
+    whole_norm,
+)
+from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Landing, Launch, Purpose, Span
+from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import (
@@ -47,14 +59,6 @@ from lightning_sdiloco.engine.shards import (
 )
 from lightning_sdiloco.engine.simulation import SimulatedGroups
 from lightning_sdiloco.engine.start import WorkerGroups, cut
-from lightning_sdiloco.engine.synchronizer import (
-    mean_of_buffers,
-    norm_squared,
-    outer_step,
-    reported,
-    span_from,
-    whole_norm,
-)
 
 __all__ = [
     "Background",

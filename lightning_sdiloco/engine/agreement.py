@@ -1,7 +1,8 @@
 """Agreement before the first step: settings and model must be the same on all ranks."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.comm import Communicator, Topology, ranks_in
 from lightning_sdiloco.compression import FP4
-from lightning_sdiloco.engine.outer import nesterov
+from lightning_sdiloco.engine.outer import MOMENTUM, fused_step
 from lightning_sdiloco.engine.shards import clean_name, described_sharding, is_sharded, local, ranks_of, reshard
 
 
@@ -29,7 +30,8 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
     signatures = world.all_gather_object(_signature(model))
     # Tensors are paired by their order, so that must be the same too.
-    differences = _differences(signatures) or _differences([_positions(signature) for signature in signatures])
+    places = [{name: f"in place {place}" for place, name in enumerate(signature)} for signature in signatures]
+    differences = _differences(signatures) or _differences(places)
     if differences:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise ValueError(
@@ -56,7 +58,7 @@ def rounding() -> str:
     codec, mean = FP4(), torch.empty_like(gradient)
     codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
     group = {"lr": 0.7, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
-    nesterov.stepped(group, values, mean, {nesterov.MOMENTUM: momentum})
+    fused_step(group, values, mean, {MOMENTUM: momentum})
     return f"{digest(mean) % 2**64:x}"
 
 
@@ -114,31 +116,22 @@ def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) 
     """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
-    whole, parts = _digests(t for t in tensors if not is_sharded(t)), _digests(t for t in tensors if is_sharded(t))
+    whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
+    parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
     ranks = topology.world.all_gather_object((whole, parts))
     same_parts = all(ranks[rank][1] == ranks[rank % topology.group_size][1] for rank in range(len(ranks)))
     return same_parts and all(other == ranks[0][0] for other, _ in ranks)
 
 
-def _digests(tensors: Iterable[Tensor]) -> list[int]:
-    return [digest(local(tensor)) for tensor in tensors]
-
-
 def _signature(model: nn.Module) -> dict[str, str]:
     """Describes what must be the same of every parameter and buffer, in their order."""
-    parameters = {
-        clean_name(name): f"{_kind(parameter)}{'' if parameter.requires_grad else ' (frozen)'}"
-        for name, parameter in model.named_parameters()
-    }
-    return parameters | {clean_name(name): _kind(buffer) for name, buffer in model.named_buffers()}
-
-
-def _kind(tensor: Tensor) -> str:
-    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
-
-
-def _positions(signature: dict[str, str]) -> dict[str, str]:
-    return {name: f"in place {position}" for position, name in enumerate(signature)}
+    found = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        kind = "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}"
+        sharding = "" if is_lazy(tensor) else described_sharding(tensor)
+        frozen = " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        found[clean_name(name)] = kind + sharding + frozen
+    return found
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:
@@ -150,11 +143,10 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
         for rank, texts in enumerate(ranks):
             by_text.setdefault(texts.get(name, "missing"), []).append(rank)
         if len(by_text) > 1:
-            values = ", ".join(f"{text} on {_ranks(holders)}" for text, holders in by_text.items())
+            values = ", ".join(
+                f"{text} on rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders[:8]))}"
+                f"{', ...' if len(holders) > 8 else ''}"
+                for text, holders in by_text.items()
+            )
             differences.append(f"{name} is {values}")
     return differences
-
-
-def _ranks(holders: list[int]) -> str:
-    shown = ", ".join(map(str, holders[:8])) + (", ..." if len(holders) > 8 else "")
-    return f"rank{'s' if len(holders) > 1 else ''} {shown}"

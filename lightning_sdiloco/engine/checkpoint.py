@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine.outer.optimizer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.flight import finite_mean, norm_squared
+from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     is_sharded,
@@ -38,7 +39,6 @@ from lightning_sdiloco.engine.shards import (
     local,
     to_parameters,
 )
-from lightning_sdiloco.engine.synchronizer import finite_mean, norm_squared
 
 FORMAT = 2
 """Version of the folder's format; any other one is refused."""
@@ -93,17 +93,9 @@ class Restart(NamedTuple):
 
 def write_rank(path: str, save: str, rank: int, state: Mapping[str, Any]) -> Entry:
     """Writes the file of a rank, either all of it or nothing."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    name = _rank_file(rank)
-    _write(path, save, name, buffer.getvalue())
-    return Entry(name, buffer.getbuffer().nbytes, hashlib.sha256(buffer.getbuffer()).hexdigest())
-
-
-def write_manifest(path: str, header: Mapping[str, Any], entries: Sequence[Entry]) -> None:
-    """Writes the manifest, which makes a folder complete."""
-    manifest = {**header, "files": [entry._asdict() for entry in entries]}
-    _write(path, header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
+    data, name = _saved(state), f"rank_{rank:05d}.pt"
+    _write(path, save, name, data)
+    return Entry(name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -141,24 +133,7 @@ def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]
 def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
     """Returns whether the file of a rank exists."""
     filesystem, folder = _folder(path, follow=True)
-    return bool(filesystem.exists(f"{folder}/{header['save']}/{_rank_file(rank)}"))
-
-
-def write_checkpoint(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Writes a checkpoint file, which takes its place in one step."""
-    buffer = io.BytesIO()
-    torch.save(dict(checkpoint), buffer)
-    _write_file(*_filesystem(path), buffer.getvalue())
-
-
-def read_checkpoint(path: str) -> dict[str, Any]:
-    """Reads a checkpoint file."""
-    filesystem, target = _filesystem(path)
-    try:
-        data = filesystem.cat_file(target)
-    except FileNotFoundError as error:
-        raise ValueError(f"There is no checkpoint {path}. Give a path that was saved.") from error
-    return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    return bool(filesystem.exists(f"{folder}/{header['save']}/rank_{rank:05d}.pt"))
 
 
 def remove_folder(path: str) -> None:
@@ -166,13 +141,6 @@ def remove_folder(path: str) -> None:
     filesystem, folder = _folder(path)
     if filesystem.exists(folder):
         filesystem.rm(folder, recursive=True)
-
-
-def saves(path: str) -> list[str]:
-    """Returns the names of the saves in the folder of a checkpoint file, complete or not."""
-    filesystem, folder = _folder(path)
-    found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
-    return [os.path.basename(save.rstrip("/")) for save in found]
 
 
 def discard(path: str, save: str) -> None:
@@ -241,8 +209,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         sys.modules["numpy"].random.set_state(tuple(state["numpy"]))
 
 
-def _rank_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
+def _saved(state: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
 
 
 def _filesystem(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -316,7 +286,12 @@ def write_ranks(
     world, rank = topology.world, topology.rank
     # Ranks may have chosen different paths: requeued SLURM jobs number theirs by the files that they see.
     path, save = world.all_gather_object((path, uuid.uuid4().hex))[0]
-    older = saves(path) if rank == 0 else []
+    older = list[str]()
+    if rank == 0:
+        # Complete or not.
+        filesystem, folder = _folder(path)
+        found = filesystem.ls(folder, detail=False) if filesystem.exists(folder) else []
+        older = [os.path.basename(one.rstrip("/")) for one in found]
     # Gathering waits until all files are there.
     written = _by_all(path, save, topology, lambda: write_rank(path, save, rank, state), advice)
     entries = [Entry(*one) for one in written]
@@ -335,7 +310,9 @@ def write_common_file(saved: Saved, topology: Topology, write: Callable[[], None
 
     def complete() -> None:
         if topology.rank == 0:
-            write_manifest(saved.path, saved.header, saved.entries)
+            # The manifest, which makes a folder complete.
+            manifest = {**saved.header, "files": [entry._asdict() for entry in saved.entries]}
+            _write(saved.path, saved.header["save"], _MANIFEST, json.dumps(manifest, indent=2).encode())
 
     for act in (complete, write):
         _by_all(saved.path, saved.header["save"], topology, act, advice)
@@ -392,7 +369,7 @@ def save(
 
     def write() -> None:
         if topology.rank == 0:
-            write_checkpoint(saved.path, {"state_dict": dict(outer), KEY: saved.header})
+            _write_file(*_filesystem(saved.path), _saved({"state_dict": dict(outer), KEY: saved.header}))
 
     # No rank returns before the checkpoint is there.
     write_common_file(saved, topology, write)
@@ -402,8 +379,16 @@ def save(
 
 def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Sequence[Optimizer]) -> State:
     """Restores inner optimizers and random numbers, and returns the state of the engine. All ranks must call it."""
-    own = read_own(path, lambda: read_checkpoint(path), topology, settings, inner_optimizers)
-    return dict(own["engine"])
+
+    def read() -> dict[str, Any]:
+        filesystem, target = _filesystem(path)
+        try:
+            data = filesystem.cat_file(target)
+        except FileNotFoundError as error:
+            raise ValueError(f"There is no checkpoint {path}. Give a path that was saved.") from error
+        return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+
+    return dict(read_own(path, read, topology, settings, inner_optimizers)["engine"])
 
 
 def read_own(
@@ -494,11 +479,10 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
 def own_state(optimizer: Optimizer) -> dict[str, Any]:
     """Returns the state of an optimizer, with what this rank holds in place of sharded tensors."""
     state = optimizer.state_dict()
-    own = {index: {key: _held(value) for key, value in entry.items()} for index, entry in state["state"].items()}
-    divided = {
-        index: [key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)]
-        for index, entry in state["state"].items()
-    }
+    own, divided = dict[Any, Any](), dict[Any, list[str]]()
+    for index, entry in state["state"].items():
+        own[index] = {key: local(value) if isinstance(value, Tensor) else value for key, value in entry.items()}
+        divided[index] = [key for key, value in entry.items() if isinstance(value, Tensor) and is_sharded(value)]
     return {**state, "state": own, "divided": divided}
 
 
@@ -514,10 +498,6 @@ def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         for index, entry in saved["state"].items()
     }
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
-
-
-def _held(value: Any) -> Any:
-    return local(value) if isinstance(value, Tensor) else value
 
 
 # Restart

@@ -141,9 +141,8 @@ class DroppingLoader:
 
     def _note(self, row: list[float]) -> None:
         """Notes when each micro-batch of an inner step was done, and when the step was over."""
-        if len(row) != self.drop.micro_batches or not self.trained:
-            return
-        self._table.append(row)
+        if len(row) == self.drop.micro_batches and self.trained:
+            self._table.append(row)
         if len(self._table) == _WARMUP:
             every = self._all_gather(self._table)
             self.budget, self._measures = best_drop(*_computed(every), self.drop.most_dropped).budget, False

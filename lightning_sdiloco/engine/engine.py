@@ -32,7 +32,6 @@ from lightning_sdiloco.algorithm import (
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
-from lightning_sdiloco.engine.background import ThreadBackground
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     load,
@@ -41,9 +40,9 @@ from lightning_sdiloco.engine.checkpoint import (
     require_processes,
     save,
 )
-from lightning_sdiloco.engine.flight import Flight, Landing
-from lightning_sdiloco.engine.measurements import Span, StepClock
-from lightning_sdiloco.engine.offload import storage_for
+from lightning_sdiloco.engine.flight import Flight, ThreadBackground
+from lightning_sdiloco.engine.fragments import Landing, Span
+from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
 from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
@@ -52,7 +51,6 @@ from lightning_sdiloco.engine.start import (
     WorkerGroups,
     agreed_fragments,
     align_ranks,
-    checked_micro_batches,
     cut,
     say_what_averages_twice,
     topology_for,
@@ -189,7 +187,6 @@ class StreamingDiLoCo:
         if federation is not None:
             self.loop = federation.join(self.rounds, self.topology)
         self.step_span: Span = (0.0, 0.0)
-        self.step_clock = StepClock()
         self.last_landing: Landing | None = None
         self.final_landings, self._early = list[Landing](), list[Landing]()
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
@@ -258,7 +255,12 @@ class StreamingDiLoCo:
     def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
-        trained = 0 if idle else checked_micro_batches(trained)
+        trained = 0 if idle else trained
+        if not isinstance(trained, int) or trained < 0:
+            raise ValueError(
+                f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was"
+                " idle. Give 1 for an inner step without micro-batches, or leave it out."
+            )
         for _ in range(self.rounds.missing_gradients(self.inner_steps + 1, not trained)):
             self.launch_gradients(idle=True)
             self.land_gradients()
@@ -267,8 +269,7 @@ class StreamingDiLoCo:
         self.step_span = began, began
         if trained:
             self.loop.trained(trained, trained if samples is None else samples)
-            self.step_clock.note(ended, began)
-        self.rounds.step_time = self.step_clock.seconds
+            self.rounds.step_clock.note(ended, began)
         self._counts.launches += self.loop.launch_due(self.inner_steps)
 
     def land_due(self) -> list[Landing]:
@@ -283,8 +284,11 @@ class StreamingDiLoCo:
         return landed
 
     def _noted(self, landing: Landing) -> Landing:
-        for name in ("exposed_wait_s", "in_flight_s", "bytes_sent", "bytes_received"):
-            setattr(self._counts, name, getattr(self._counts, name) + getattr(landing, name))
+        counts = self._counts
+        counts.exposed_wait_s += landing.exposed_wait_s
+        counts.in_flight_s += landing.in_flight_s
+        counts.bytes_sent += landing.bytes_sent
+        counts.bytes_received += landing.bytes_received
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
         return landing

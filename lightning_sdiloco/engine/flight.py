@@ -1,153 +1,614 @@
-"""A fragment in flight as plain values: what a launch takes along, what comes back, and what a landing tells."""
+"""A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while training goes on.
 
+A launch reads all that a flight takes along. `Synchronizer.fly` runs in the background and owns all that it writes to.
+What it returns, an `Arrival`, is committed when the fragment lands, and not before.
+
+Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes work in the order in
+which it was started, so one fragment is encoded while another one is on its way and a third one makes its outer step.
+"""
+
+import logging
 import math
+import queue
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from abc import ABC, abstractmethod
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import Any, NamedTuple
+from functools import reduce
+from operator import or_
+from statistics import median
+from typing import Any, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import LandingRule
-from lightning_sdiloco.engine.background import Pending
-from lightning_sdiloco.engine.measurements import Diagnostics, Span
+from lightning_sdiloco.algorithm import (
+    CONTROL_BYTES,
+    HOST_BYTES,
+    AllReduce,
+    Brought,
+    Control,
+    Count,
+    LandingRule,
+    Mix,
+    Settings,
+    Taken,
+    all_reduce_for,
+    bring,
+    plain,
+    take,
+    trained,
+)
+from lightning_sdiloco.comm import STAGES, Communicator, Exchange, Topology, Unanswered, VaryingExchange
+from lightning_sdiloco.compression import Compression, resolve
+from lightning_sdiloco.engine.fragments import Arrival, Diagnostics, FragmentState, Landing, Launch, Purpose, Span
+from lightning_sdiloco.engine.outer import OuterState
+from lightning_sdiloco.errors import AgreementError, ExchangeError
+from lightning_sdiloco.memory import new_vector
+
+Result = TypeVar("Result")
+Work = Generator[None, None, Result]
+
+# A thread that ends at the same time as the interpreter may end the process.
+_MOMENT = 0.5
+
+# How many inner steps, and how many flights, are remembered for what is measured of them.
+_REMEMBERED, _FLIGHTS = 16, 3
+
+_log = logging.getLogger(__name__)
+
+# The stages of the background, each with a communicator of its own.
+_SEND, _AVERAGE, _STEP = range(3)
+
+_HEAD_BYTES = CONTROL_BYTES - HOST_BYTES
+# What stands for the device's part of a control vector of a group that is no partner.
+_UNKNOWN = Control(0, 0, 0, 0, 0, norm_squared=math.nan, changed=0, finite=True).packed()[HOST_BYTES:]
 
 
-class Purpose(Enum):
-    """What a flight is for."""
+class Synchronizer:
+    """Flies fragments, with what is the same for all flights of a model that is cut in one way."""
 
-    ROUND = auto()
-    """An outer step."""
-    MEAN = auto()
-    """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
-    START = auto()
-    """The same, where groups may hold unlike outer values: after a warm-up, and on a route that does not share."""
-    GRADIENT = auto()
-    """The mean of the gradients of an inner step, in float32."""
+    def __init__(
+        self, fragments: Sequence[FragmentState], topology: Topology, settings: Settings, diagnoses: bool
+    ) -> None:
+        self._fragments, self._topology, self._diagnoses = fragments, topology, diagnoses
+        groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
+        self._rounded = all_reduce_for(settings.exchange_in_rounds, groups, codec, self._merge.kept)
+        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
+        self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
+        self._exchange: Exchange[Any] = topology.exchange
+        if codec.varies():
+            self._exchange = VaryingExchange(topology.control, topology.exchange)
+        # Where nobody waits for a second hop, and no link is measured by when messages are waited for, the outer step
+        # is made where the mean was taken: a thread that hands over to another one takes as long as both.
+        self._hands_over = codec.varies() or any(one.hops > 1 for one in (self._rounded, self._exact))
+
+    def fly(self, launch: Launch) -> Work[Arrival]:
+        """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
+        fragment, topology, spans = self._fragments[launch.fragment], self._topology, dict[str, Span]()
+        is_round, device = launch.purpose is Purpose.ROUND, launch.gradient.device
+        # What is no outer step makes up for no earlier loss: it takes no memory along, and leaves none.
+        memory, tuning = (fragment.load(fragment.memory), fragment.load(fragment.tuning)) if is_round else (None, None)
+
+        # Line 7: compress the outer gradient and send it, behind what goes with it.
+        began = time.perf_counter()
+        control = self._control(launch, fragment)
+        words: Any = topology.control.post([control[:HOST_BYTES]] * topology.num_groups)
+        all_reduce = self._rounded.at(launch.step, launch.choice) if is_round else self._exact
+        brought = self._bring(launch, fragment) if launch.leg else None
+        values = launch.gradient if brought is None else brought.values
+        encoded = all_reduce.encode(values, memory, tuning)
+        # Only one rank of a group sends buffers.
+        travelling = launch.travelling if topology.group_rank == 0 else []
+        tail = [launch.buffers[index].reshape(-1).view(torch.uint8) for index in travelling]
+        messages: Any = _messages(control[HOST_BYTES:].to(device), encoded.payloads, tail, launch.leg)
+        posted_at = time.perf_counter()
+        posted: Any = self._exchange.post(messages, [one.numel() for one in messages] if launch.leg else None)
+        spans["encode"] = span_from(began, device)
+        measures = self._diagnoses and is_round
+        loss = _squares([all_reduce.decode_own(encoded.payloads, values) - values, values]) if measures else None
+        memory, tuning, tail_bytes = encoded.memory, encoded.tuning, sum([part.numel() for part in tail])
+        del encoded, messages, tail, values
+        yield
+
+        # Line 8: take the mean of what the groups sent; with two hops that of a part, which goes on to all of them.
+        began, posts = time.perf_counter(), [(topology.control, words), (self._exchange, posted)]
+        (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
+        spans["transfer"] = span_from(began, device)
+        on_link_s = on_link(posted_at, began, arrived[0], arrived[1], spans["encode"][1] - spans["encode"][0])
+        controls = [
+            Control.unpacked(word, message[:_HEAD_BYTES] if message.numel() else _UNKNOWN)
+            for word, message in zip(words, messages, strict=True)
+        ]
+        payloads = [message[_HEAD_BYTES : message.numel() - tail_bytes] for message in messages]
+        self._check(controls, launch)
+        count, began = self._count(controls, launch), time.perf_counter()
+        # Where groups exchange with some alone, the mean is that of these.
+        partners = launch.leg or range(topology.num_groups)
+        counted = count if not launch.leg else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
+        mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
+        hop = all_reduce.second_hop(mean, fragment.load(fragment.residual) if is_round else None)
+        posted_at, posts = time.perf_counter(), []
+        if hop is not None:
+            sizes = all_reduce.second_hops(launch.gradient.numel())
+            posts = [(topology.second_hop, topology.second_hop.post([hop.payload] * topology.num_groups, sizes))]
+        agreed = None if loss is None else _agreement(payloads, all_reduce.compression, mean)
+        twin = fragment.twin
+        if brought is not None and count.factors:
+            mean, twin = self._take(launch, fragment, brought, all_reduce, payloads, mean, count)
+        # A part comes back as all groups decode it.
+        mean = mean if hop is None else mean.new_empty(0)
+        spans["decode"] = span_from(began, device)
+        buffers: dict[int, Tensor] = {}
+        if launch.travelling and count.factors:
+            tails = {group: messages[group][messages[group].numel() - tail_bytes :] for group in count.factors}
+            buffers = self._mean_buffers(tails, launch)
+            del tails
+        del words, messages, posted, payloads, brought
+        if self._hands_over:
+            yield
+
+        # Line 11: make the outer step with the mean of the whole shard.
+        began, in_group = time.perf_counter(), topology.stages[_STEP]
+        if hop is not None:
+            (payloads,), sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
+            spans["relay"] = span_from(began, device)
+            on_link_s += on_link(posted_at, began, posted_at, arrived[0], 0.0)
+            sent, received = sent + sent_on, received + received_on
+            mean = all_reduce.assemble(payloads, like=launch.gradient)
+            del payloads
+        # The outer step takes the mean.
+        norm = whole_norm(fragment.change(launch.purpose, mean), in_group)
+        began = time.perf_counter()
+        outer = outer_step(fragment, fragment.outer, launch.outer, mean, counts=bool(count.factors), final=not is_round)
+        rule: LandingRule = Mix(0.0)
+        if is_round and controls[topology.group_index].finite and topology.group_index not in count.outlying:
+            # Where no group has trained, nothing moves.
+            rule = self._merge if count.factors else Mix(1.0)
+        rows = rule.gathered(launch.gradient, launch.outer, outer.values)
+        gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
+        spans["outer_step"] = span_from(began, device)
+        report = reported(launch.fragment, launch.step, controls, count, outer.lr, norm, spans)
+        report = report._replace(bytes_sent=sent, bytes_received=received, on_link_s=on_link_s)
+        if loss is not None and agreed is not None:
+            report = report._replace(diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group))
+        changes: dict[str, Any] = {"outer": outer.moved(fragment.storage.store)}
+        if is_round:
+            changes["twin"] = fragment.store(twin)
+            if not launch.leg:  # A leg holds no mean of all groups, by which they could be weighed.
+                changes["weighing"] = self._weighing.heard(controls, fragment.weighing)
+            if topology.group_index in count.factors:
+                changes |= {"memory": fragment.store(memory), "tuning": fragment.store(tuning)}
+            if count.factors and hop is not None:
+                changes["residual"] = fragment.store(hop.residual)
+        weights, changed = [own.weight for own in controls], reduce(or_, [own.changed for own in controls])
+        return Arrival(changes, rule, gathered, buffers, changed, weights, report, self._exchange.sends_bytes_per_s)
+
+    def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
+        """Returns the control vector of this group, as bytes. In-group collective."""
+        norm = norm_squared(fragment.change(launch.purpose, launch.gradient))
+        is_gradient = launch.purpose is Purpose.GRADIENT
+        own = Control(
+            fragment=launch.fragment,
+            step=launch.step,
+            requests=launch.requests,
+            # A norm that is not finite does not decide: it may overflow where every value is finite. Gradients that
+            # are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
+            finite=is_gradient or math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
+            weight=launch.weight,
+            digest=fragment.digest(launch),
+            norm_squared=norm,
+            changed=0 if is_gradient else fragment.buffers.changed(launch.buffers),
+            step_time=launch.step_time,
+        )
+        if self._topology.group_size == 1:
+            return own.packed()
+        ranks = self._topology.stages[_SEND].all_gather(own.packed())
+        return Control.merged(list(map(Control.unpacked, ranks))).packed()
+
+    def _count(self, controls: Sequence[Control], launch: Launch) -> Count:
+        """Returns how much each group counts."""
+        if launch.leg:
+            # Where groups are has a mean, whether they have trained or not.
+            return Count({group: 1.0 for group in launch.leg if controls[group].finite})
+        if launch.purpose is Purpose.ROUND:
+            return self._weighing.count(controls, self._fragments[launch.fragment].weighing)
+        return trained(controls) if launch.purpose is Purpose.GRADIENT else plain(controls)
+
+    def _mean_buffers(self, tails: Mapping[int, Tensor], launch: Launch) -> dict[int, Tensor]:
+        """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective."""
+        own = [launch.buffers[index] for index in launch.travelling]
+        flat = torch.cat([buffer.reshape(-1) for buffer in own])
+        if self._topology.group_rank == 0:
+            buffers = self._fragments[launch.fragment].buffers
+            outer = {buffers.names[index]: buffers.outer[index] for index in launch.travelling}
+            # Where rounds start, each group has its own buffers for the outer ones.
+            keeps = launch.purpose is not Purpose.START
+            counted = {f"worker group {group}": tail for group, tail in tails.items()}
+            speaks = self._topology.group_index == min(launch.leg, default=0)
+            flat = mean_of_buffers(counted, outer, keeps=keeps, says=speaks)
+        self._topology.stages[_AVERAGE].broadcast(flat)
+        parts = zip(launch.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
+        return {index: part.view_as(buffer) for index, part, buffer in parts}
+
+    # A route that does not share; see [Note: gossip]
+
+    def _bring(self, launch: Launch, fragment: FragmentState) -> Brought:
+        anchor, twin = fragment.load(fragment.anchor), fragment.load(fragment.twin)
+        assert anchor is not None, "groups hold outer parameters of their own"
+        return bring(launch.outer, launch.gradient, anchor, twin, self._momentum)
+
+    def _take(
+        self,
+        launch: Launch,
+        fragment: FragmentState,
+        brought: Brought,
+        all_reduce: AllReduce,
+        payloads: Sequence[Tensor],
+        mean: Tensor,
+        count: Count,
+    ) -> Taken:
+        group, anchor = self._topology.group_index, fragment.load(fragment.anchor)
+        assert anchor is not None, "groups hold outer parameters of their own"
+        own = all_reduce.decode_own([payloads[group]], launch.gradient)
+        return take(brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum)
+
+    # What comes, and what does not
+
+    def _collect(
+        self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
+    ) -> tuple[list[list[Tensor]], int, int, list[float]]:
+        """Waits for messages; returns them, the bytes sent and received, and when each exchange had its own."""
+        before = [(exchange.bytes_sent, exchange.bytes_received) for exchange, _ in posts]
+        messages, arrived = list[list[Tensor]](), list[float]()
+        missing: Unanswered | None = None
+        try:
+            for exchange, posted in posts:
+                messages.append(exchange.collect(posted, launch.deadline))
+                arrived.append(time.perf_counter())
+        except Unanswered as error:
+            missing = error
+        if self._topology.group_size > 1:
+            missing = self._told(missing, stage)
+        if missing is not None:
+            raise ExchangeError(
+                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in"
+                " flight. The run cannot go on without it. See why that group stopped or is unreachable; if it was only"
+                " slow, raise timeout."
+            ) from missing
+        sent = sum([exchange.bytes_sent - was for (exchange, _), (was, _) in zip(posts, before, strict=True)])
+        received = sum([exchange.bytes_received - was for (exchange, _), (_, was) in zip(posts, before, strict=True)])
+        return messages, sent, received, arrived
+
+    def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
+        """Tells the ranks of this group what this one misses; returns that, or else what another one misses."""
+        # A number for which group it is: -1 for none, the number of groups where it is not known.
+        groups, size = self._topology.num_groups, self._topology.group_size
+        code = -1 if missing is None else groups if missing.group is None else missing.group
+        codes = torch.cat(self._topology.stages[stage].all_gather(torch.tensor([code]))).tolist()
+        if missing is not None or max(codes) < 0:
+            return missing
+        shard, code = codes.index(max(codes)), max(codes)
+        own, other = (size * of + shard for of in (self._topology.group_index, code))
+        if code == groups:
+            return Unanswered(None, f"did not answer rank {own} of this group")
+        return Unanswered(code, f"did not answer rank {own} of this group (rank {other} should have)")
+
+    def _check(self, controls: Sequence[Control], launch: Launch) -> None:
+        """Raises an `AgreementError` unless all groups are at one point with one outer model, and one is finite."""
+        own, leg = controls[self._topology.group_index], launch.leg or range(len(controls))
+        values: dict[int, Any] = {group: one[:2] for group, one in enumerate(controls)}  # fragment and step
+        what = "are not at the same point"
+        if len(set(values.values())) == 1:
+            values = {group: controls[group].digest for group in leg}
+            differs = "did not begin from" if launch.leg else "do not hold"
+            has_buffers = bool(self._fragments[launch.fragment].buffers.names) and not launch.leg
+            alike = "outer parameters and buffers" if has_buffers else "outer parameters"
+            alike = "outer optimizer state" if launch.purpose is Purpose.START else alike
+            what = f"{differs} the same {alike}"
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"group {group}: {value}" for group, value in values.items())
+            raise AgreementError(
+                f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
+                f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
+            )
+        # Of a leg without finite values, each group goes back to its own outer parameters.
+        if not any(control.finite for control in controls):
+            raise AgreementError(
+                f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
+                f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
+                " diverged: resume from an earlier checkpoint with a lower learning rate or with gradient clipping."
+            )
 
 
-class Launch(NamedTuple):
-    """What a launch reads: from here on the training thread may change the model."""
-
-    fragment: int
-    step: int
-    outer: Tensor
-    gradient: Tensor
-    buffers: list[Tensor]
-    travelling: list[int]
-    requests: int
-    weight: int
-    deadline: float
-    purpose: Purpose = Purpose.ROUND
-    step_time: float = 0.0
-    choice: int = 0
-    leg: tuple[int, ...] = ()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
-        return {
-            "fragment": self.fragment,
-            "step": self.step,
-            "gradient": self.gradient.to("cpu"),
-            "buffers": [buffer.to("cpu") for buffer in self.buffers],
-            "travelling": self.travelling,
-            "requests": self.requests,
-            "weight": self.weight,
-            **({"choice": self.choice} if self.choice else {}),
-            **({"leg": self.leg} if self.leg else {}),
-        }
-
-    @staticmethod
-    def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "Launch":
-        """Restores what `state_dict` returned of a flight for a round; copies the tensors."""
-        tensors = {
-            "outer": outer,
-            "gradient": state["gradient"].to(outer.device, copy=True),
-            "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
-        }
-        return Launch(**{**state, **tensors}, deadline=deadline)
+# Messages: the device's part of the control vector, the payload, and the buffers behind it. The words, which the host
+# knows, go ahead over a group of their own.
 
 
-class Landing(NamedTuple):
-    """Tells what happened at a landing.
+def _messages(head: Tensor, payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
+    """Makes the messages to all groups, one for those that follow each other with the same payload."""
+    messages: list[Tensor] = []
+    for group, payload in enumerate(payloads):
+        if group and payload is payloads[group - 1]:
+            messages.append(messages[-1])
+        else:
+            parts = [head, payload, *tail]
+            whole = new_vector(sum(part.numel() for part in parts), head.device, torch.uint8)
+            messages.append(torch.cat(parts, out=whole))
+    # Nothing goes to those who are no partners, and nothing comes from them.
+    return [one if not leg or group in leg else head[:0] for group, one in enumerate(messages)]
 
-    Attributes:
-        fragment: The fragment that landed.
-        launched_at: Inner step after which it was launched.
-        requests: What the groups asked of all groups at the launch, one bit each.
-        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
-        outlying: The groups that ``outlier_guard`` left out of the mean.
-        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
-        outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
-        bytes_sent: Bytes that this rank sent to other groups for this flight.
-        exposed_wait_s: Seconds for which the training thread waited for the flight.
-        in_flight_s: Seconds from the launch until the result was there.
-        landed_at: Inner step after which it landed.
-        bytes_received: Bytes that this rank received from other groups for this flight.
-        counted: The groups that counted in the mean.
-        group_norms: Norm of the outer gradient of each group, before any compression, by group; NaN for a group with
-            which this one did not exchange.
-        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
-            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
-            ``relay`` if there is a second hop, and ``outer_step`` in the background.
-        diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
-            because they were there already when this rank began to wait for them.
-        sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
-            it came too late.
-        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 where that was
-            not known.
-    """
 
-    fragment: int
-    launched_at: int
-    requests: int
-    left_out: tuple[int, ...]
-    outlying: tuple[int, ...]
-    outer_lr: float
-    outer_grad_norm: float
-    bytes_sent: int
-    exposed_wait_s: float
-    in_flight_s: float
-    landed_at: int
-    bytes_received: int
-    counted: tuple[int, ...]
-    group_norms: tuple[float, ...]
-    spans: Mapping[str, Span]
-    diagnostics: Diagnostics | None
-    on_link_s: float = math.nan
-    sites: tuple[str, ...] = ()
-    step_times: tuple[float, ...] = ()
+# Arithmetic that worker groups which are launched together share with the sites of a federation
 
-    def seconds(self, name: str) -> float:
-        """Returns how long one of the `spans` was; 0 if there was none."""
-        began, ended = self.spans.get(name, (0.0, 0.0))
-        return ended - began
+
+def outer_step(
+    fragment: FragmentState, before: OuterState, values: Tensor, gradient: Tensor, *, counts: bool, final: bool
+) -> OuterState:
+    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes."""
+    if not final and counts:
+        return fragment.optimizer.step(fragment.index, before, values, gradient)
+    return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
+
+
+def reported(
+    fragment: int,
+    step: int,
+    controls: Sequence[Control],
+    count: Count,
+    outer_lr: float,
+    norm: float,
+    spans: Mapping[str, Span],
+) -> Landing:
+    """Returns what can be told of a flight before it has landed."""
+    return Landing(
+        fragment=fragment,
+        launched_at=step,
+        requests=reduce(or_, [control.requests for control in controls]),
+        left_out=tuple([group for group, control in enumerate(controls) if not control.finite]),
+        outlying=count.outlying,
+        outer_lr=outer_lr,
+        outer_grad_norm=norm,
+        bytes_sent=0,
+        exposed_wait_s=0.0,
+        in_flight_s=0.0,
+        landed_at=step,
+        bytes_received=0,
+        counted=tuple(count.factors),
+        group_norms=tuple([control.norm for control in controls]),
+        spans=spans,
+        diagnostics=None,
+        step_times=tuple([control.step_time for control in controls]),
+    )
+
+
+def mean_of_buffers(
+    tails: Mapping[str, Tensor], outer: Mapping[str, Tensor], *, keeps: bool = True, says: bool = True
+) -> Tensor:
+    """Returns the plain mean of buffers, flat; see `finite_mean`."""
+    rows = torch.stack([tail.clone().view(torch.float32) for tail in tails.values()])
+    if bool(rows.isfinite().all()):
+        return rows.mean(dim=0)
+    means, left_out, sizes = list[Tensor](), dict[str, str](), [one.numel() for one in outer.values()]
+    for own, (name, before) in zip(rows.split(sizes, dim=1), outer.items(), strict=True):
+        finite = own.isfinite().all(dim=1).tolist()
+        # What is infinite by design, as a mask may be, is so everywhere.
+        if any(finite) or bool(before.isfinite().all()):
+            left_out |= {who: name for who, is_finite in zip(tails, finite, strict=True) if not is_finite}
+        means.append(finite_mean(own, before.flatten() if keeps else None))
+    if left_out and says:
+        _log.warning(
+            "Buffers that are not finite are left out of the mean, and the outer ones take their place: %s.",
+            ", ".join(f"{name!r} of {who}" for who, name in left_out.items()),
+        )
+    return torch.cat(means)
+
+
+def finite_mean(rows: Tensor, outer: Tensor | None) -> Tensor:
+    """Returns the plain mean of a buffer over the groups in which all of it is finite."""
+    finite = rows.flatten(1).isfinite().all(dim=1).tolist()
+    return rows[finite].mean(dim=0) if any(finite) else rows.mean(dim=0) if outer is None else outer
+
+
+def norm_squared(gradient: Tensor) -> float:
+    """Returns the squared norm of a shard of an outer gradient, as control vectors carry it."""
+    return float(torch.linalg.vector_norm(gradient)) ** 2
+
+
+def whole_norm(gradient: Tensor, group: Communicator) -> float:
+    """Returns the norm of the mean outer gradient of the whole fragment. In-group collective."""
+    norm = torch.linalg.vector_norm(gradient)
+    if group.size > 1:
+        norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
+    return float(norm)
+
+
+def span_from(began: float, device: torch.device) -> Span:
+    """Ends a part of a flight: waits for the stream of the background, so that the part holds what it started."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
+    return began, time.perf_counter()
+
+
+# The background: where flights are worked on
+
+
+class Pending(Generic[Result]):
+    """Work that was started and has its result later."""
+
+    def __init__(self, work: Work[Result], ready: Any = None) -> None:
+        self._work: Work[Result] | None = work
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self._is_running = threading.Lock()
+        self._is_running.acquire()
+        self._started = self._ended = time.perf_counter()
+        self.ready = ready
+
+    def advance(self, settle: Callable[[], None] | None = None) -> bool:
+        """Runs the next stage, and tells whether there is another one. Gradients must not be recorded."""
+        assert self._work is not None, "work that has ended does not go on"
+        try:
+            next(self._work)
+            return True
+        except StopIteration as ended:
+            self._result = ended.value
+        except BaseException as error:  # it is raised again where the result is asked for
+            self._failure = error
+        # The frame of the work is gone, and with it all that it held: when the result is told the interpreter may end,
+        # and a thread that frees a tensor meanwhile ends the process.
+        self._work = None
+        try:
+            if settle is not None and self._failure is None:
+                settle()
+        except BaseException as error:
+            self._failure = error
+        self._ended = time.perf_counter()
+        self._is_running.release()
+        return False
+
+    def result(self) -> Result:
+        """Waits for the result and returns it, or raises the exception with which the work ended."""
+        with self._is_running:
+            pass
+        if self._failure is not None:
+            raise self._failure
+        return cast(Result, self._result)
 
     @property
-    def link_gbit_s(self) -> float:
-        """The effective link rate: what went in one direction over the time for which it was on the link.
+    def is_ready(self) -> bool:
+        """Whether `result` waits for nobody."""
+        return not self._is_running.locked()
 
-        NaN where that time cannot be told; 0 if nothing was sent.
-        """
-        bits = 8 * max(self.bytes_sent, self.bytes_received)
-        if not bits:
-            return 0.0
-        return bits / self.on_link_s / 1e9 if self.on_link_s > 0 else math.nan
+    @property
+    def seconds(self) -> float:
+        """How long the work took, from its start to its end, once it has a result."""
+        return self._ended - self._started
 
 
-class Arrival(NamedTuple):
-    """What a flight brings: the values that its landing commits, and what it tells but for the times of the landing."""
+class Background(ABC):
+    """Runs work in stages."""
 
-    changes: Mapping[str, Any]
-    rule: LandingRule
-    gathered: Sequence[Tensor]
-    buffers: Mapping[int, Tensor]
-    changed: int
-    trained: Sequence[int]
-    landing: Landing
-    sends_bytes_per_s: float = 0.0
+    @abstractmethod
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        """Starts work. Every stage takes work in the order of its start."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the background. What is in it may be lost."""
+
+
+class ThreadBackground(Background):
+    """Runs every stage in a worker thread of its own, on an accelerator in a side stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        queues = [_Queue() for _ in range(STAGES)]
+        self._first, self._streams = queues[0], _Streams(device) if device.type != "cpu" else None
+        # The threads know the queues and not this object, so that they end with one that nobody closes.
+        self._threads = [
+            threading.Thread(target=_serve, args=(own, after, self._streams), name="sdiloco-background", daemon=True)
+            for own, after in zip(queues, [*queues[1:], None], strict=True)
+        ]
+        for thread in self._threads:
+            thread.start()
+        weakref.finalize(self, self._first.put, None)
+
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        """Hands work to the worker threads."""
+        pending = Pending(work, self._streams and self._streams.mark())
+        self._first.put(pending)
+        return pending
+
+    def close(self) -> None:
+        """Lets the worker threads end after what is in their queues, and waits a moment for them to do so."""
+        self._first.put(None)
+        deadline = time.monotonic() + _MOMENT
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+_Queue = queue.SimpleQueue["Pending[Any] | None"]
+
+
+def _serve(own: _Queue, following: _Queue | None, streams: "_Streams | None") -> None:
+    """Runs one stage of whatever comes."""
+    torch.set_grad_enabled(False)
+    while (pending := own.get()) is not None:
+        goes_on = pending.advance() if streams is None else streams.advance(pending)
+        if goes_on and following is not None:
+            following.put(pending)
+        del pending
+    if following is not None:
+        following.put(None)
+
+
+class _Streams:
+    """Knows the side stream of an accelerator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._module = device, torch.get_device_module(device)
+        self._side = self._module.Stream(device=device)
+
+    def mark(self) -> Any:
+        """Records an event behind everything that the training stream has been given so far."""
+        event = self._module.Event()
+        event.record(self._module.current_stream(self._device))
+        return event
+
+    def advance(self, pending: Pending[Any]) -> bool:
+        with self._module.device(self._device), self._module.stream(self._side):
+            self._side.wait_event(pending.ready)
+            # Waiting here, in a worker thread, lets the training thread use the result without an event.
+            return pending.advance(settle=self._side.synchronize)
+
+
+class InlineBackground(Background):
+    """Runs without threads: the first stage when work starts, the others when its result is asked for."""
+
+    def __init__(self, started: "dict[int, list[_Inline[Any]]]", groups: int) -> None:
+        self._all, self._groups, self._count = started, groups, 0
+
+    @staticmethod
+    def connect(groups: int) -> "list[Callable[[torch.device], InlineBackground]]":
+        """Returns what makes the backgrounds of several groups in this process, in their order."""
+        started: dict[int, list[_Inline[Any]]] = defaultdict(list)
+        return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
+
+    def start(self, work: Work[Result]) -> Pending[Result]:
+        """Runs the first stage at once."""
+        together = self._all[self._count]
+        pending = _Inline(work, together)
+        together.append(pending)
+        if len(together) == self._groups:
+            del self._all[self._count]
+        self._count += 1
+        return pending
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class _Inline(Pending[Result]):
+    is_ready, seconds = True, 0.0
+
+    def __init__(self, work: Work[Result], together: "list[_Inline[Any]]") -> None:
+        super().__init__(work)
+        with torch.no_grad():
+            self._together, self._is_first = together, self.advance()
+
+    @torch.no_grad()
+    def result(self) -> Result:
+        # What a group averages others need before they go on.
+        for pending in self._together:
+            if pending._is_first:
+                pending._is_first = False
+                pending.advance()
+        while self._work is not None:
+            self.advance()
+        return super().result()
 
 
 @dataclass(frozen=True)
@@ -170,11 +631,151 @@ def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int
         step: The inner step of the landing.
     """
     launched, (began, arrived) = launch[1], wait
-    ended = max([launched + seconds, *(ended for _, ended in told.spans.values())])
+    ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
     spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
     return told._replace(
         exposed_wait_s=arrived - began,
         in_flight_s=seconds,
         landed_at=step,
         spans={**spans, "land": (arrived, time.perf_counter())},
+    )
+
+
+# What is measured
+
+
+class StepClock:
+    """Measures how long this rank trains for an inner step, from the end of one call of the engine to the next.
+
+    What the engine itself waits for is left out. Pauses, as for a validation, are too, by a median.
+
+    Args:
+        seconds: What it says in place of what it measures.
+
+    Examples:
+        >>> clock = StepClock()
+        >>> for ended, began in ((0.0, 4.0), (1.0, 1.5), (2.0, 2.25), (3.0, 9.0)):
+        ...     clock.note(ended, began)
+        >>> clock.seconds
+        0.5
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
+        self._last: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def note(self, ended: float, began: float) -> None:
+        """Notes an inner step: when the last call of the engine ended, or 0 if there was none, and this one began."""
+        if ended:
+            self._last.append(began - ended)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an inner step; 0 if none is known."""
+        return self._seconds or (median(self._last) if self._last else 0.0)
+
+
+class LinkRate:
+    """Remembers what the link of this rank carried: the most in its last flights, of which one may have stalled.
+
+    Attributes:
+        last: What it was told, the last few.
+        fixed: What it says in place of that, in bytes per second, for simulations.
+
+    Examples:
+        >>> link = LinkRate()
+        >>> for rate in (1e6, 2e6, 1e3, 0.0, 5e5, 4e5):
+        ...     link.note(rate)
+        >>> link.bytes_per_s
+        500000.0
+    """
+
+    def __init__(self) -> None:
+        self.last: list[float] = []
+        self.fixed = 0.0
+
+    def note(self, bytes_per_s: float) -> None:
+        """Notes what it carried to each receiver in a flight; 0 if that is not known."""
+        if bytes_per_s > 0:
+            self.last = [*self.last, bytes_per_s][-_FLIGHTS:]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes that it carries to each receiver in a second; 0 if that is not known."""
+        return self.fixed or max(self.last, default=0.0)
+
+
+def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+    """Returns for how many seconds the messages of the other groups were on the link, from when all could travel.
+
+    A message travels once its receiver has posted its own. Who waits for it learns when it came, but not if it was
+    there already when the wait began, or with the word that its group has launched: an encoding lies between the two.
+
+    Args:
+        posted: When this rank posted its own messages.
+        began: When it began to wait for those of the others.
+        launched: When it learned that all groups have launched.
+        ended: When their messages were there.
+        encoding: How long this rank encoded its own.
+
+    Returns:
+        The seconds; NaN where they cannot be told.
+
+    Examples:
+        >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
+        2.0
+        >>> on_link(posted=1.0, began=2.9, launched=0.0, ended=3.0, encoding=0.5)
+        nan
+        >>> on_link(posted=1.0, began=1.0, launched=2.9, ended=3.0, encoding=0.5)
+        nan
+    """
+    since = max(posted, launched)
+    was_there = ended - max(began, launched) < (ended - since) / 2
+    came_together = launched > posted and ended - launched < encoding
+    return math.nan if was_there or came_together else ended - since
+
+
+def _squares(vectors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([torch.linalg.vector_norm(vector, dtype=torch.float64).square() for vector in vectors])
+
+
+def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tensor) -> Tensor:
+    """Returns the squared norm of a mean; then, by group, that of what it sent and its inner product with the mean."""
+    sums, decoded = [_squares([mean])], torch.empty_like(mean)
+    for payload in payloads:
+        if not payload.numel():  # Nothing came from this group.
+            sums.append(torch.full((2,), math.nan, dtype=torch.float64, device=mean.device))
+            continue
+        compression.decode(payload, decoded)
+        sums += [_squares([decoded]), torch.dot(decoded, mean).double().reshape(1)]
+    return torch.cat(sums)
+
+
+def _diagnosed(
+    loss: Tensor, agreement: Tensor, launch: Launch, state: Mapping[str, Any], in_group: Communicator
+) -> Diagnostics:
+    """Tells how far the groups agree. In-group collective.
+
+    Args:
+        loss: Squared norms of what the compression lost of the shard, and of the shard.
+        agreement: What `_agreement` returned.
+        launch: The launch.
+        state: The state of the outer optimizer after the step.
+        in_group: The ranks of the group.
+    """
+    # What torch's optimizers call the running mean of their gradients.
+    kept = next((state[name] for name in ("momentum_buffer", "exp_avg") if isinstance(state.get(name), Tensor)), None)
+    moved = [launch.gradient, launch.outer] + ([] if kept is None else [kept.to(launch.outer.device)])
+    unknown = torch.full((3 - len(moved),), math.nan, dtype=torch.float64, device=launch.outer.device)
+    ranks = in_group.all_gather(torch.cat([loss, agreement, _squares(moved), unknown]).cpu())
+    error, gradient, mean, *groups, local, outer, momentum = torch.stack(ranks).sum(dim=0).tolist()
+
+    def ratio(value: float, of: float) -> float:
+        return value / of if of > 0 else math.nan
+
+    return Diagnostics(
+        cosines=tuple(ratio(by, math.sqrt(mean * own)) for own, by in zip(groups[::2], groups[1::2], strict=True)),
+        local_distance=math.sqrt(ratio(local, outer)),
+        outer_momentum_norm=math.sqrt(momentum),
+        compression_error=math.sqrt(ratio(error, gradient)),
     )

@@ -1,4 +1,4 @@
-"""The state of a fragment: all that a rank holds of it, in one record.
+"""The state of a fragment: all that a rank holds of it in one record, what its launch takes along and what comes back.
 
 [Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
 ``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
@@ -40,19 +40,272 @@ checkpoint that is written during a flight holds the values before the outer ste
 in an `Arrival`, and writes to none of the record.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from os.path import commonprefix
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings, combined, digest
+from lightning_sdiloco.algorithm import Fragment, LandingRule, Settings, combined, digest, mix
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.buffers import FragmentBuffers, buffers_of
-from lightning_sdiloco.engine.flight import Arrival, Launch, Purpose
-from lightning_sdiloco.engine.offload import OuterStorage, Prefetched
-from lightning_sdiloco.engine.outer.optimizer import OuterState, ShardOptimizer, outer_optimizer_for
-from lightning_sdiloco.engine.shards import FragmentLayout, layouts_of, trainable
+from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, outer_optimizer_for
+from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, is_sharded, layouts_of, trainable
+
+Span = tuple[float, float]
+"""From when to when, on the clock of ``time.perf_counter()``."""
+
+
+class Purpose(Enum):
+    """What a flight is for."""
+
+    ROUND = auto()
+    """An outer step."""
+    MEAN = auto()
+    """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
+    START = auto()
+    """The same, where groups may hold unlike outer values: after a warm-up, and on a route that does not share."""
+    GRADIENT = auto()
+    """The mean of the gradients of an inner step, in float32."""
+
+
+class Launch(NamedTuple):
+    """What a launch reads: from here on the training thread may change the model."""
+
+    fragment: int
+    step: int
+    outer: Tensor
+    gradient: Tensor
+    buffers: list[Tensor]
+    travelling: list[int]
+    requests: int
+    weight: int
+    deadline: float
+    purpose: Purpose = Purpose.ROUND
+    step_time: float = 0.0
+    choice: int = 0
+    leg: tuple[int, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
+        return {
+            "fragment": self.fragment,
+            "step": self.step,
+            "gradient": self.gradient.to("cpu"),
+            "buffers": [buffer.to("cpu") for buffer in self.buffers],
+            "travelling": self.travelling,
+            "requests": self.requests,
+            "weight": self.weight,
+            **({"choice": self.choice} if self.choice else {}),
+            **({"leg": self.leg} if self.leg else {}),
+        }
+
+    @staticmethod
+    def of(state: dict[str, Any], outer: Tensor, deadline: float) -> "Launch":
+        """Restores what `state_dict` returned of a flight for a round; copies the tensors."""
+        tensors = {
+            "outer": outer,
+            "gradient": state["gradient"].to(outer.device, copy=True),
+            "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
+        }
+        return Launch(**{**state, **tensors}, deadline=deadline)
+
+
+class Diagnostics(NamedTuple):
+    """Tells how far the groups agree on a fragment, and what became of its outer gradient."""
+
+    cosines: tuple[float, ...]
+    local_distance: float
+    outer_momentum_norm: float
+    compression_error: float
+
+
+class Landing(NamedTuple):
+    """Tells what happened at a landing.
+
+    Attributes:
+        fragment: The fragment that landed.
+        launched_at: Inner step after which it was launched.
+        requests: What the groups asked of all groups at the launch, one bit each.
+        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        outlying: The groups that ``outlier_guard`` left out of the mean.
+        outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
+        outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
+        bytes_sent: Bytes that this rank sent to other groups for this flight.
+        exposed_wait_s: Seconds for which the training thread waited for the flight.
+        in_flight_s: Seconds from the launch until the result was there.
+        landed_at: Inner step after which it landed.
+        bytes_received: Bytes that this rank received from other groups for this flight.
+        counted: The groups that counted in the mean.
+        group_norms: Norm of the outer gradient of each group, before any compression, by group; NaN for a group with
+            which this one did not exchange.
+        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
+            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
+            ``relay`` if there is a second hop, and ``outer_step`` in the background.
+        diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
+            because they were there already when this rank began to wait for them.
+        sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
+            it came too late.
+        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 where that was
+            not known.
+    """
+
+    fragment: int
+    launched_at: int
+    requests: int
+    left_out: tuple[int, ...]
+    outlying: tuple[int, ...]
+    outer_lr: float
+    outer_grad_norm: float
+    bytes_sent: int
+    exposed_wait_s: float
+    in_flight_s: float
+    landed_at: int
+    bytes_received: int
+    counted: tuple[int, ...]
+    group_norms: tuple[float, ...]
+    spans: Mapping[str, Span]
+    diagnostics: Diagnostics | None
+    on_link_s: float = math.nan
+    sites: tuple[str, ...] = ()
+    step_times: tuple[float, ...] = ()
+
+    def seconds(self, name: str) -> float:
+        """Returns how long one of the `spans` was; 0 if there was none."""
+        began, ended = self.spans.get(name, (0.0, 0.0))
+        return ended - began
+
+    @property
+    def link_gbit_s(self) -> float:
+        """The effective link rate: what went in one direction over the time for which it was on the link.
+
+        NaN where that time cannot be told; 0 if nothing was sent.
+        """
+        bits = 8 * max(self.bytes_sent, self.bytes_received)
+        if not bits:
+            return 0.0
+        return bits / self.on_link_s / 1e9 if self.on_link_s > 0 else math.nan
+
+
+class Arrival(NamedTuple):
+    """What a flight brings: the values that its landing commits, and what it tells but for the times of the landing."""
+
+    changes: Mapping[str, Any]
+    rule: LandingRule
+    gathered: Sequence[Tensor]
+    buffers: Mapping[int, Tensor]
+    changed: int
+    trained: Sequence[int]
+    landing: Landing
+    sends_bytes_per_s: float = 0.0
+
+
+# The buffers that travel with a fragment, such as the statistics of BatchNorm
+
+# One bit for each buffer says whether it changed; further ones share the last bit.
+_BITS = 64
+
+
+class FragmentBuffers:
+    """Holds the persistent floating-point buffers of a fragment: the model's own, and their outer values."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.names = tuple(buffers)
+        self._local = list(buffers.values())
+        self.outer = self.snapshot()
+        self._travelling = -1
+
+    def snapshot(self) -> list[Tensor]:
+        """Returns copies of the local buffers, as float32."""
+        return [buffer.detach().to(torch.float32, copy=True) for buffer in self._local]
+
+    def changed(self, snapshot: list[Tensor]) -> int:
+        """Compares a snapshot with the outer buffers: one bit for each buffer that differs."""
+        bits = 0
+        for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
+            if not torch.equal(values, outer):
+                bits |= 1 << min(index, _BITS - 1)
+        return bits
+
+    def travelling(self, final: bool = False) -> list[int]:
+        """Returns the indices of the buffers that travel with the next launch."""
+        return [i for i in range(len(self._local)) if final or self._travelling >> min(i, _BITS - 1) & 1]
+
+    def commit(self, outer: Mapping[int, Tensor], changed: int) -> None:
+        """Takes new outer values by index, and which buffers changed in some group."""
+        for index, values in outer.items():
+            self.outer[index] = values
+        self._travelling = changed
+
+    def mix(self, mixing: float, indices: Iterable[int]) -> None:
+        """Mixes some of the outer buffers into the local ones."""
+        for index in indices:
+            local, outer = self._local[index], self.outer[index]
+            if mixing:
+                # Decided on the device, without a wait of the host.
+                local.copy_(torch.where(local.isfinite().all(), local, outer.to(local.dtype)))
+            mix(local, outer, mixing)
+
+    def write(self) -> None:
+        """Overwrites all local buffers with the outer ones."""
+        self.mix(0.0, range(len(self._local)))
+
+    def write_values(self, values: Mapping[int, Tensor]) -> None:
+        """Overwrites local buffers with other values, by index."""
+        for index, buffer in values.items():
+            self._local[index].copy_(buffer)
+
+    def named(self) -> dict[str, Tensor]:
+        """Returns the outer buffers by name."""
+        return dict(zip(self.names, self.outer, strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the outer buffers on the host, and which of them travel with the next launch."""
+        return {
+            "buffer_names": list(self.names),
+            "buffers": [buffer.to("cpu") for buffer in self.outer],
+            "travelling": self._travelling,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned; copies the tensors."""
+        pairs = zip(state["buffers"], self.outer, strict=True)
+        self.outer = [values.to(own.device, copy=True) for values, own in pairs]
+        self._travelling = state["travelling"]
+
+
+def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[FragmentBuffers]:
+    """Assigns every buffer to the fragment that holds parameters of its module, or of the nearest one."""
+    fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
+    chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
+    for name, buffer in travelling_buffers(model):
+        if is_sharded(buffer):
+            raise ValueError(
+                f"The buffer {name!r} is sharded. Buffers travel whole, from one rank of a group: keep it as a plain"
+                " tensor, or register it with persistent=False."
+            )
+        # The most modules in common, from the outermost one.
+        nearest = max(fragment_of, key=lambda one: len(commonprefix([name.split("."), one.split(".")])))
+        chosen[fragment_of[nearest]][name] = buffer
+    return [FragmentBuffers(buffers) for buffers in chosen]
+
+
+def travelling_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Yields the persistent floating-point buffers by name, each once."""
+    seen = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            local_name = name[len(prefix) + 1 :] if prefix else name
+            persistent = local_name not in module._non_persistent_buffers_set
+            if persistent and buffer.is_floating_point() and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield clean_name(name), buffer
+
+
+# The record
 
 
 class FragmentState:
@@ -84,7 +337,7 @@ class FragmentState:
         self.weight = 0
         self.optimizer = optimizer
         self.storage = storage
-        self._prefetched: Prefetched | None = None
+        self._prefetched: Callable[[], Tensor] | None = None
 
     def prefetch(self) -> None:
         """Starts to load the outer parameters of the shard, for the launch that comes next."""
@@ -149,7 +402,7 @@ class FragmentState:
         """Takes the local values for the outer ones."""
         self._prefetched = None
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
-        self.buffers.take_local()
+        self.buffers.outer = self.buffers.snapshot()
         self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
@@ -167,7 +420,7 @@ class FragmentState:
     def load_outer(self) -> Tensor:
         """Returns the outer parameters of the shard on the device, by way of what was prefetched."""
         prefetched, self._prefetched = self._prefetched or self.storage.prefetch(self.outer.values), None
-        return prefetched.result()
+        return prefetched()
 
     def land(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
         """Makes what a flight brought the state that everybody sees, and takes it into the local values."""
@@ -211,25 +464,27 @@ class FragmentState:
         if group.size == 1:
             return self.layout.named(gathered, gathered, group)
         gathered = self.storage.load(gathered)
-        return self.layout.named(gathered, self.layout.shard_of(gathered), group)
+        return self.layout.named(gathered, self.layout.shard_of(self.layout.split(gathered)), group)
 
     def start_from(self, outer: OuterState, buffers: Mapping[str, Tensor]) -> None:
         """Takes other outer values, and outer buffers by name."""
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, outer)
-        self.buffers.start_from(buffers)
+        # A buffer without a value keeps what it has. All travel with the next launch.
+        values = [buffers.get(name, own) for name, own in self.buffers.named().items()]
+        self.buffers.load_state_dict({"buffers": values, "travelling": -1})
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values, and tensors on the host. On a CPU these are the record's own: do not write to them."""
+        kept = {"memory": self.memory, "residual": self.residual}
+        kept |= {} if self.tuning is None else {"tuning": self.tuning}
+        kept |= {} if self.shares else {"anchor": self.anchor, "twin": self.twin}
         return {
             **self.layout.state_dict(),
             **self.outer.state_dict(),
             **self.buffers.state_dict(),
-            "memory": _on_host(self.memory),
-            **({} if self.tuning is None else {"tuning": _on_host(self.tuning)}),
-            "residual": _on_host(self.residual),
-            **({} if self.shares else {"anchor": _on_host(self.anchor), "twin": _on_host(self.twin)}),
+            **{name: None if own is None else own.to("cpu") for name, own in kept.items()},
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
             "trained": self.weight,
@@ -240,18 +495,11 @@ class FragmentState:
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, OuterState.of(state))
         self.buffers.load_state_dict(state)
-        self.memory, self.residual = self._stored(state["memory"]), self._stored(state["residual"])
-        self.tuning = self._stored(state.get("tuning"))
-        self.anchor, self.twin = self._stored(state.get("anchor")), self._stored(state.get("twin"))
+        for name in ("memory", "tuning", "residual", "anchor", "twin"):
+            values = state.get(name)
+            setattr(self, name, None if values is None else self.storage.store_copy(values))
         self.weighing = state["norms"]
         self.weight = state["trained"]
-
-    def _stored(self, values: Tensor | None) -> Tensor | None:
-        return None if values is None else self.storage.store_copy(values)
-
-
-def _on_host(values: Tensor | None) -> Tensor | None:
-    return None if values is None else values.to("cpu")
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco.comm import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.offload import OuterStorage
+from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.shards import local, reshard
 
 
@@ -56,6 +56,7 @@ class OuterView:
             if not shown_before:
                 self.show_local()
 
+    @torch.no_grad()
     def show(self, mean: GroupMean | None = None) -> None:
         """Puts the local values aside, and a mean into the model or, in-group collective, the outer values."""
         if self._stash is None and self.final is None:
@@ -63,12 +64,8 @@ class OuterView:
             if mean is None:
                 self.write_outer()
             else:
-                self._write(mean)
-
-    @torch.no_grad()
-    def _write(self, mean: GroupMean) -> None:
-        for fragment, gathered, buffers in zip(self._fragments, *mean, strict=True):
-            fragment.write(gathered, buffers)
+                for fragment, gathered, buffers in zip(self._fragments, *mean, strict=True):
+                    fragment.write(gathered, buffers)
 
     @torch.no_grad()
     def show_local(self) -> None:

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from lightning_sdiloco.algorithm import Fragment, Settings
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine.agreement import broadcast, require_same_model
-from lightning_sdiloco.engine.buffers import travelling_buffers
-from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.outer.optimizer import OuterState
+from lightning_sdiloco.engine.fragments import FragmentState, travelling_buffers
+from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.shards import OuterParameter, is_sharded, to_parameters, trainable
 from lightning_sdiloco.engine.start import cut
 

@@ -20,24 +20,23 @@ requests along.
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm import Fragment, Heard, Schedule, Settings
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.background import Background
-from lightning_sdiloco.engine.flight import Flight, Landing, Launch, Purpose, completed
-from lightning_sdiloco.engine.fragments import fragments_of
-from lightning_sdiloco.engine.measurements import LinkRate
-from lightning_sdiloco.engine.offload import OuterStorage
+from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
+from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
+from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
-from lightning_sdiloco.engine.shards import local, require_coverage, reshard_modules, sharded_modules
-from lightning_sdiloco.engine.synchronizer import Synchronizer
+from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules
 from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
@@ -129,7 +128,7 @@ class Rounds:
         self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
         # What this rank tells all groups with the next launch. Signal handlers may request something at any moment.
-        self.requests, self.step_time = 0, 0.0
+        self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
         self._sharded = sharded_modules(model)
 
@@ -142,6 +141,7 @@ class Rounds:
         longest = max(fragment.layout.length for fragment in self.fragments)
         on_host = self.storage.device.type == "cpu"
         self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
+        self._codec, self._shares = settings.codec, settings.shares
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
         # The last inner step in which gradients were launched, and how often.
         self._gradients_at = self._gradients = 0
@@ -169,7 +169,8 @@ class Rounds:
 
     def reshard(self) -> None:
         """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `shards.reshard`."""
-        reshard_modules(self._sharded)
+        for module in self._sharded:
+            module.reshard()
 
     def require_coverage(self) -> None:
         """Refuses to go on with a parameter that is trained and in no fragment; see `shards.require_coverage`."""
@@ -202,21 +203,22 @@ class Rounds:
         is_start = self.is_warmup(step)
         for index in due:
             began = time.perf_counter()
-            with record_function("sdiloco::launch"):
+            with _recorded("sdiloco::launch"):
                 fragment, purpose = self.fragments[index], Purpose.START if is_start else Purpose.ROUND
                 launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
-                launch = launch._replace(step_time=self.step_time, leg=() if is_start else self._leg(step))
+                leg = () if is_start or self._shares else self._leg(step)
+                launch = launch._replace(step_time=self.step_clock.seconds, leg=leg)
                 self.start(self.chosen(launch), began)
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
-        landings = sum(self._lands_at(flight.launch) <= step for flight in self.flights)
+        landings = sum([self._lands_at(flight.launch) <= step for flight in self.flights])
         for _ in range(landings):
             yield self._land(step)
         if self.is_warmup(step) and not landings:
             self._take_local()
-        if not self.is_warmup(step + 1):
+        if self.storage.prefetches and not self.is_warmup(step + 1):
             for index in self.due(step + 1):
                 self.fragments[index].prefetch()
 
@@ -246,13 +248,11 @@ class Rounds:
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
         overlap_s = self.schedule.overlap_steps * (launch.step_time or math.nan)
-        choice = self.settings.codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
-        return launch._replace(choice=choice)
+        choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
+        return launch._replace(choice=choice) if choice else launch
 
     def _leg(self, step: int) -> tuple[int, ...]:
-        """Returns with whom this group exchanges in the round of a launch, itself among them; () for all."""
-        if self.settings.shares:
-            return ()
+        """Returns with whom this group exchanges in the round of a launch, itself among them."""
         number = self._counted_in_rounds(step) // self.settings.sync_every - 1
         legs = self.settings.routing.legs(number, self._topology.num_groups)
         return next(tuple(leg) for leg in legs if self._topology.group_index in leg)
@@ -267,7 +267,7 @@ class Rounds:
     @torch.no_grad()
     def _landed(self, flight: Flight, step: int) -> Landing:
         """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the model (line 12)."""
-        with record_function("sdiloco::land"):
+        with _recorded("sdiloco::land"):
             began, launch = time.perf_counter(), flight.launch
             arrival, arrived = flight.pending.result(), time.perf_counter()
             fragment, group = self.fragments[launch.fragment], self._topology.group_index
@@ -316,7 +316,7 @@ class Rounds:
 
     def is_warmup(self, step: int) -> bool:
         """Tells whether the groups take the mean of their gradients in an inner step."""
-        return self.schedule.is_warmup(step - self.began_at)
+        return 0 < step - self.began_at <= self.schedule.warmup_steps
 
     @torch.no_grad()
     def launch_gradients(self, step: int, trains: bool) -> int:
@@ -328,7 +328,7 @@ class Rounds:
         self.require_coverage()
         for fragment in self.fragments:
             began = time.perf_counter()
-            with record_function("sdiloco::launch"):
+            with _recorded("sdiloco::launch"):
                 self.start(fragment.gradient_launch(step, self._deadline(), trains, self.take_requests()), began)
         return len(self.fragments)
 
@@ -407,8 +407,8 @@ class Rounds:
     # Checkpoints
 
     def described(self) -> dict[str, str]:
-        """Describes the outer optimizer and its schedule; see `ShardOptimizer.described`."""
-        return self.fragments[0].optimizer.described()
+        """Describes the outer optimizer and its schedule; see `ShardOptimizer`."""
+        return self.fragments[0].optimizer.described
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
@@ -461,6 +461,11 @@ def keep_until_done(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+
+def _recorded(name: str) -> AbstractContextManager[Any]:
+    """Names a part of a profile, where one is taken."""
+    return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 def _on_all_ranks(facts: list[bool], in_group: Communicator) -> list[bool]:

@@ -5,8 +5,8 @@ They are recognised by their attributes, so that nothing is imported where there
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Fragment, LandingRule, Parameter
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine.outer.optimizer import OuterState, is_elementwise
+from lightning_sdiloco.engine.outer import OuterState, is_elementwise
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.memory import new_vector
 
@@ -111,18 +111,15 @@ class ShardSpec(NamedTuple):
 
     def extract(self, whole: Tensor) -> Tensor:
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
-        return self._held(whole)[self.first : self.first + self.length]
+        return whole.view(self.shape)[self._indices()].reshape(-1)[self.first : self.first + self.length]
 
     def insert(self, whole: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
         if self.length:
-            held = self._held(whole).clone()
-            held[self.first : self.first + self.length] = values
-            boxes = [_length(along) for along in self.runs]
-            whole.view(self.shape)[self._indices()] = held.view(boxes)
-
-    def _held(self, whole: Tensor) -> Tensor:
-        return whole.view(self.shape)[self._indices()].reshape(-1)
+            box = whole.view(self.shape)[self._indices()]
+            # What was picked by indices is a copy.
+            box.view(-1)[self.first : self.first + self.length] = values
+            whole.view(self.shape)[self._indices()] = box
 
     def _indices(self) -> tuple[Tensor, ...]:
         """Returns the positions along every dimension, in shapes that torch broadcasts."""
@@ -169,20 +166,15 @@ def described_sharding(tensor: Tensor) -> str:
     return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
 
 
-def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward."""
-    reshard_modules(sharded_modules(model))
-
-
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Returns the modules of a model that FSDP2 has sharded. It takes long: a model may have thousands."""
     # By name, because a module may have attributes of any name.
     return [one for one in model.modules() if any(kind.__name__ == "FSDPModule" for kind in type(one).__mro__)]
 
 
-def reshard_modules(modules: Iterable[Any]) -> None:
-    """Does the same where the modules are known; see `reshard`."""
-    for module in modules:
+def reshard(model: nn.Module) -> None:
+    """Makes FSDP2 drop the unsharded parameters that it keeps after a forward."""
+    for module in sharded_modules(model):
         module.reshard()
 
 
@@ -213,7 +205,13 @@ def held_runs(tensor: Tensor) -> list[Runs]:
                 f"torch says that it is divided{described_sharding(tensor)}, but this rank holds {held} of"
                 f" {tuple(tensor.shape)} where that would be {expected}"
             )
-    return [_runs(along) for along in positions]
+    runs = list[Runs]()
+    for along in positions:
+        # Where the next position is another one than the one behind it.
+        ends = [at for at, (one, other) in enumerate(pairwise(along), 1) if other != one + 1]
+        borders = [0, *ends, len(along)] if along else []
+        runs.append([(along[start], along[end - 1] + 1) for start, end in pairwise(borders)])
+    return runs
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
@@ -287,24 +285,13 @@ def ranks_of(tensor: Tensor) -> list[int]:
 
 
 def _numel(runs: list[Runs]) -> int:
-    return prod(map(_length, runs))
-
-
-def _length(along: Runs) -> int:
-    return sum(end - start for start, end in along)
+    return prod(sum(end - start for start, end in along) for along in runs)
 
 
 def _chunks(positions: list[int], count: int) -> list[list[int]]:
     """Cuts positions as ``torch.chunk`` cuts a tensor: the last chunks are smaller, or missing."""
     length = max(1, -(-len(positions) // count))
     return [positions[start : start + length] for start in range(0, len(positions), length)]
-
-
-def _runs(positions: list[int]) -> Runs:
-    if not positions:
-        return []
-    breaks = [0, *(at for at, (one, other) in enumerate(pairwise(positions), 1) if other != one + 1), len(positions)]
-    return [(positions[start], positions[end - 1] + 1) for start, end in pairwise(breaks)]
 
 
 class OuterParameter(NamedTuple):
@@ -363,18 +350,23 @@ class FragmentLayout(ABC):
     length: int
     start: int
 
-    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], pieces: Sequence[slice]) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
+        self._held: Callable[[Tensor], Tensor] = local if any(map(is_sharded, parameters)) else Tensor.detach
+        self._shapes = [held.shape for held in self.held]
+        # Which parameter, which of its values, and where these lie in the shard.
+        self._places, end = list[tuple[int, slice, slice]](), 0
+        for index, own in enumerate(pieces):
+            if own.start < own.stop:
+                self._places.append((index, own, slice(end, end + own.stop - own.start)))
+                end = self._places[-1][2].stop
+        self._end = end
 
     @property
-    @abstractmethod
     def held(self) -> list[Tensor]:
         """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``."""
-
-    @abstractmethod
-    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        """Yields what of each parameter belongs to the shard, flat, and where it lies in the shard."""
+        return [self._held(parameter) for parameter in self.parameters]
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -387,10 +379,6 @@ class FragmentLayout(ABC):
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them."""
-
-    @abstractmethod
-    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
-        """Gives ranks of the group that hold the same values the same bits of them. In-group collective."""
 
     @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
@@ -418,44 +406,38 @@ class FragmentLayout(ABC):
 
     def read(self) -> Tensor:
         """Copies the shard out of the parameters."""
-        shard = new_vector(self.length, self.held[0].device).zero_()
-        for where, values in self._pieces(self.held):
-            shard[where] = values
-        return shard
-
-    def outer_gradient(self, outer: Tensor) -> Tensor:
-        """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
-        return self._minus(outer, self.held)
+        return self.shard_of(self.held)
 
     def negated_gradients(self, zeros: Tensor) -> Tensor:
         """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too."""
         gradients = zip(self.held, map(local_gradient, self.parameters), strict=True)
-        return self._minus(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
+        return self.outer_gradient(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
 
-    def _minus(self, outer: Tensor, held: Sequence[Tensor]) -> Tensor:
-        difference = new_vector(outer.numel(), outer.device)
-        end = 0
-        for where, values in self._pieces(held):
+    def outer_gradient(self, outer: Tensor, held: Sequence[Tensor] | None = None) -> Tensor:
+        """Returns the outer gradient, outer parameters minus local ones (or others), in one pass over both."""
+        held, difference = self.held if held is None else held, new_vector(outer.numel(), outer.device)
+        for index, own, where in self._places:
+            values = held[index].reshape(-1)[own]
             # Longer types are rounded first, as they are where the shard is read.
             exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
             torch.sub(outer[where], values if exact else values.to(torch.float32), out=difference[where])
-            end = where.stop
-        difference[end:] = 0
+        difference[self._end :] = 0
         return difference
 
-    def shard_of(self, gathered: Tensor) -> Tensor:
-        """Returns the shard of this rank of what `all_gather` returned."""
-        shard = gathered.new_zeros(self.length)
-        for place, values in self._pieces(self.split(gathered)):
-            shard[place] = values
+    def shard_of(self, held: Sequence[Tensor]) -> Tensor:
+        """Copies the shard of this rank out of parameters, or what `split` returned."""
+        shard = new_vector(self.length, held[0].device).zero_()
+        for index, own, where in self._places:
+            shard[where] = held[index].reshape(-1)[own]
         return shard
 
     def split(self, gathered: Tensor) -> list[Tensor]:
         """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
-        held = self.held
-        sizes = [parameter.numel() for parameter in held]
-        parts = gathered[: sum(sizes)].split(sizes)
-        return [part.view(parameter.shape) for part, parameter in zip(parts, held, strict=True)]
+        end, parts = 0, list[Tensor]()
+        for shape in self._shapes:
+            start, end = end, end + shape.numel()
+            parts.append(gathered[start:end].view(shape))
+        return parts
 
     def write(self, gathered: Tensor) -> None:
         """Overwrites the parameters."""
@@ -508,24 +490,12 @@ class WholeLayout(FragmentLayout):
     """Lays out a fragment that every rank of the group holds whole: one vector, cut into one shard per rank."""
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], shard: int = 0, shards: int = 1) -> None:
-        super().__init__(names, parameters)
-        self.length = -(-sum(parameter.numel() for parameter in parameters) // shards)
-        self.start = shard * self.length
-
-    @property
-    @override
-    def held(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.parameters]
-
-    @override
-    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        position, start, end = 0, self.start, self.start + self.length
-        for parameter in held:
-            first, last = max(position, start), min(position + parameter.numel(), end)
-            if first < last:
-                values = parameter.reshape(-1)[first - position : last - position]
-                yield slice(first - start, last - start), values
-            position += parameter.numel()
+        sizes = [parameter.numel() for parameter in parameters]
+        self.length = -(-sum(sizes) // shards)
+        self.start, end = shard * self.length, (shard + 1) * self.length
+        firsts = accumulate(sizes, initial=0)
+        pieces = [slice(max(self.start - at, 0), min(end - at, n)) for at, n in zip(firsts, sizes, strict=False)]
+        super().__init__(names, parameters, pieces)
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -539,10 +509,6 @@ class WholeLayout(FragmentLayout):
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
         values = zip(self.names, self.split(gathered), strict=True)
         return {name: value.to("cpu", copy=True) for name, value in values}
-
-    @override
-    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
-        """Does nothing: ranks that hold whole parameters start from the same ones."""
 
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
@@ -559,9 +525,9 @@ class ShardedLayout(FragmentLayout):
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
     ) -> None:
-        super().__init__(names, parameters)
         self._specs = specs
         self._own = [ranks[shard] for ranks in specs]
+        super().__init__(names, parameters, [slice(spec.first, spec.first + spec.length) for spec in self._own])
         # Without a single value there would be nothing to encode.
         lengths = [max(1, sum(of)) for of in zip(*([s.length for s in ranks] for ranks in specs), strict=True)]
         self.lengths = lengths
@@ -569,19 +535,6 @@ class ShardedLayout(FragmentLayout):
         self._longest = max(lengths)
         self.start = sum(lengths[:shard])
         self._in_common = [any(len(spec.holders) > 1 for spec in ranks) for ranks in specs]
-
-    @property
-    @override
-    def held(self) -> list[Tensor]:
-        return [local(parameter) for parameter in self.parameters]
-
-    @override
-    def _pieces(self, held: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-        position = 0
-        for parameter, spec in zip(held, self._own, strict=True):
-            values = parameter.reshape(-1)[spec.first : spec.first + spec.length]
-            yield slice(position, position + spec.length), values
-            position += spec.length
 
     @override
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
@@ -612,10 +565,6 @@ class ShardedLayout(FragmentLayout):
         whole = to_parameters(self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards])
         shapes = [ranks[0].shape for ranks in self._specs]
         return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
-
-    @override
-    def align_ranks(self, shard: Tensor, group: Communicator) -> None:
-        self.write(self.all_gather(shard, group))
 
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:

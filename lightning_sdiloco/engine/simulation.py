@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine.background import InlineBackground
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.engine.flight import Landing
+from lightning_sdiloco.engine.flight import InlineBackground
+from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.outer_view import GroupMean
 
 

@@ -31,7 +31,7 @@ from lightning_sdiloco.comm import (
 )
 from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.shards import aliases, clean_name, described, reshard, trainable
+from lightning_sdiloco.engine.shards import ShardedLayout, aliases, clean_name, described, reshard, trainable
 
 _log = logging.getLogger(__name__)
 
@@ -115,16 +115,6 @@ def default_topology(worker_groups: int | str, timeout: timedelta, on_device: De
     return Topology.of_world(layout, timeout, on_device=on_device) if is_connected() else Topology()
 
 
-def checked_micro_batches(trained: int) -> int:
-    """Returns how many micro-batches were trained."""
-    if not isinstance(trained, int) or trained < 0:
-        raise ValueError(
-            f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was idle."
-            " Give 1 for an inner step without micro-batches, or leave it out."
-        )
-    return trained
-
-
 @torch.no_grad()
 def agreed_fragments(
     model: nn.Module, settings: Settings, topology: Topology, *, is_site: bool = False
@@ -154,7 +144,9 @@ def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: 
     """Gives ranks that hold the same values of sharded parameters the same bits of them. In-group collective."""
     reshard(model)
     for fragment in fragments:
-        fragment.layout.align_ranks(fragment.load_outer(), topology.in_group)
+        # Ranks that hold whole parameters have the same ones.
+        if isinstance(fragment.layout, ShardedLayout):
+            fragment.layout.write(fragment.gathered(topology.in_group))
 
 
 def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, is_site: bool) -> None:

@@ -138,7 +138,9 @@ class FederatedWorld:
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
             # Nobody tells a site in advance which buffers others have changed, so all of them travel.
-            launch = launch._replace(travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_time)
+            launch = launch._replace(
+                travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
+            )
             self._rounds.link.note(self._connection.sends_bytes_per_s)
             self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
         self._send()

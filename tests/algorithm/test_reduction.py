@@ -30,7 +30,7 @@ from lightning_sdiloco.compression import (
     TopK,
     resolve,
 )
-from lightning_sdiloco.engine.background import ThreadBackground, Work
+from lightning_sdiloco.engine.flight import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
 from tests.engine.test_agreement import bits
 from tests.ranks import run_ranks

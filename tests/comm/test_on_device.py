@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_sdiloco import FastestPairs, OuterOptimizer, RandomPairs, Ring, StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
-from lightning_sdiloco.engine.background import ThreadBackground
+from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend

@@ -38,7 +38,7 @@ RATES = [1e9, 11.0, 1.0]
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float] = RATES) -> None:
     """Tells every group how fast its link is, and that an inner step takes a second."""
     for engine, rate in zip(engines, rates, strict=True):
-        engine.link.fixed, engine.step_clock = rate, StepClock(1.0)
+        engine.link.fixed, engine.rounds.step_clock = rate, StepClock(1.0)
 
 
 def numels() -> list[int]:

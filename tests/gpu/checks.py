@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.algorithm.digest import digest
+from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.comm import GroupLayout, Topology, nccl_on
 from lightning_sdiloco.comm.exchange import DeviceBackend
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
 from lightning_sdiloco.compression.fp4 import FP4
-from lightning_sdiloco.engine.background import ThreadBackground
+from lightning_sdiloco.engine.flight import ThreadBackground
 from tests.gpu.task import Found, NotHere, Place, Task
 from tests.known_training import (
     CHOICES,

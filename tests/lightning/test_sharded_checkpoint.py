@@ -221,7 +221,7 @@ def test_what_fails_at_the_first_rank_before_all_write_a_folder_raises_on_all_ra
         raise PermissionError(f"{what} is none of yours")
 
     def write(rank: int, _: int) -> str:
-        module, name = (sharded_model, "_remove") if what == "an earlier part" else (files, "write_manifest")
+        module, name = (sharded_model, "_remove") if what == "an earlier part" else (files, "_write")
         setattr(module, name, cannot)
         group, path = Communicator(dist.group.WORLD), tmp_path / "last.ckpt"
         saved = Saved(str(path), {"save": "some"}, [], [])

@@ -237,7 +237,7 @@ class RecorderMixin(_Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the group as fast as it is where the run would take place."""
         if self._rank.step_time:
-            trainer.strategy.engine.step_clock = StepClock(self._rank.step_time)
+            trainer.strategy.engine.rounds.step_clock = StepClock(self._rank.step_time)
         self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

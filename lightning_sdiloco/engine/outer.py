@@ -1,4 +1,9 @@
-"""The outer optimizer over flat float32 shards, one per fragment."""
+"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests: on the device or the host.
+
+[Note: the fused step] On a CPU, torch's SGD with Nesterov momentum steps all values in one pass where its plain step
+takes three. It has the bits of the plain one, but in what is left over behind the last whole vector of the processor:
+that little is stepped by the plain one.
+"""
 
 import copy
 import hashlib
@@ -14,10 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.sgd import sgd
+from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.engine.offload import OnDevice, OuterStorage
-from lightning_sdiloco.engine.outer import nesterov
+from lightning_sdiloco.comm import page_locked, to_device, to_host
 from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
@@ -29,6 +35,104 @@ OnePass = Callable[[Mapping[str, Any], Tensor, Tensor, Mapping[str, Any]], dict[
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
+
+# Of the fused step: values whose copies stay in the cache, and a multiple of those in a vector of any processor.
+_FUSED_STRETCH, _VECTOR = 1 << 17, 64
+
+MOMENTUM = "momentum_buffer"
+"""Under which key torch's SGD keeps the momentum."""
+
+_CHOICES = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
+
+# Where outer state rests between a landing and the next launch
+
+
+class OuterStorage:
+    """Stores tensors of a device, where they are. A stored tensor is never written to.
+
+    Attributes:
+        prefetches: Whether loading takes so long that it begins before the launch.
+    """
+
+    prefetches = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def store(self, values: Tensor) -> Tensor:
+        """Stores a tensor to which nobody writes from here on. May wait for the device."""
+        return values
+
+    def store_copy(self, values: Tensor) -> Tensor:
+        """Stores a copy of a tensor. May wait for the device."""
+        return values.detach().to(self.device, copy=True)
+
+    def load(self, stored: Tensor) -> Tensor:
+        """Returns a stored tensor on the device, perhaps the same tensor. It must not be written to."""
+        return stored
+
+    def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
+        """Starts to load a stored tensor, beside what the calling thread has given the device so far.
+
+        Returns:
+            What returns the tensor, for the stream that is current then. It must not be written to.
+        """
+        return lambda: stored
+
+
+class OnHost(OuterStorage):
+    """Stores in page-locked memory of the host: the device holds what is in flight or about to be launched."""
+
+    prefetches = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._copies = torch.get_device_module(device).Stream(device=device)
+
+    @override
+    def store(self, values: Tensor) -> Tensor:
+        return to_host(values)
+
+    @override
+    def store_copy(self, values: Tensor) -> Tensor:
+        values = values.detach()
+        if values.device.type != "cpu":
+            return to_host(values)
+        return page_locked(values.shape, values.dtype, self.device).copy_(values)
+
+    @override
+    def load(self, stored: Tensor) -> Tensor:
+        return to_device(stored, self.device)
+
+    @override
+    def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
+        """Copies on a stream of its own, into memory of the stream that asked for it."""
+        module, copies = torch.get_device_module(self.device), self._copies
+        values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
+        # What had this memory before may still be at work in the stream that asks.
+        copies.wait_stream(module.current_stream(self.device))
+        with module.stream(copies):
+            values.copy_(stored, non_blocking=True)
+            done = module.Event()
+            done.record(copies)
+        # If nobody takes it, its memory must not go to another tensor before the copy is done.
+        values.record_stream(copies)
+
+        def taken() -> Tensor:
+            module.current_stream(values.device).wait_event(done)
+            return values
+
+        return taken
+
+
+def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
+    """Chooses where outer state rests. On a CPU, device and host are the same memory."""
+    on_host = device.type == "cuda" if offload == "auto" else offload
+    return OnHost(device) if on_host and device.type != "cpu" else OuterStorage(device)
+
+
+# The outer step
 
 
 class OuterState(NamedTuple):
@@ -56,7 +160,11 @@ class OuterState(NamedTuple):
 
 
 class ShardOptimizer:
-    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes."""
+    """Steps the shards of all fragments with the one torch optimizer that the user's factory makes.
+
+    Attributes:
+        described: Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are.
+    """
 
     def __init__(
         self,
@@ -67,18 +175,25 @@ class ShardOptimizer:
         one_pass: OnePass | None = None,
     ) -> None:
         _check_elementwise(make, len(shards))
-        self._storage = storage or OnDevice(shards[0].device)
+        self._storage = storage or OuterStorage(shards[0].device)
         self._one_pass = one_pass
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
         kept = [dict(self._optimizer.state.get(parameter, {})) for parameter in parameters]
         self._initial = [OuterState(shard, state, 0) for shard, state in zip(shards, kept, strict=True)]
-        self._release(self._optimizer)
+        # It forgets its parameters, which are given back to it for one step at a time.
+        self._optimizer.state.clear()
+        groups = self._optimizer.param_groups
+        for group in groups:
+            group["params"] = []
         self._rates = Rates(self._optimizer, make_schedule)
         # Noted once: from then on only the thread that steps may look at the optimizer.
-        self._described = self._describe()
-        groups = self._optimizer.param_groups
+        choices = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.described = {
+            "outer_optimizer": f"{type(self._optimizer).__name__}({choices})",
+            "outer_optimizer.lr_schedule": self._rates.described,
+        }
         self._counts_on_device = [bool(group.get("capturable") or group.get("fused")) for group in groups]
 
     def take_initial(self) -> list[OuterState]:
@@ -98,18 +213,36 @@ class ShardOptimizer:
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Steps one stretch after the other, overwrites the gradient, and returns the new state."""
-        state, scratch = _NextState(before, values, self._storage), values.new_empty(0)
+        whole, vectors, scratch = dict[str, Any](), dict[str, Tensor](), values.new_empty(0)
+
+        def place(key: str, like: Tensor, where: slice) -> Tensor:
+            """Returns where what is kept of a stretch stays: it is copied there, and stepped there."""
+            if key not in vectors:
+                vectors[key] = new_vector(len(values), values.device, like.dtype)
+            return vectors[key][where]
+
         for where in stretches(values.numel(), values.device):
-            given = state.copied(where)
+            given = {
+                key: place(key, kept, where).copy_(self._storage.load(kept[where]))
+                if is_elementwise(kept, values)
+                else copy.deepcopy(kept)
+                for key, kept in before.items()
+            }
             # One copy serves all stretches: the allocator of the host would hold many of those that come and go.
             if scratch.numel() < where.stop - where.start:
                 scratch = new_vector(where.stop - where.start, values.device)
             copied = scratch[: where.stop - where.start].copy_(values[where])
             parameter, kept = self._stepped(group, copied, gradient[where], dict(given))
-            state.take(where, given, kept)
+            whole = dict(kept)
+            for key, value in kept.items():
+                if is_elementwise(value, copied):
+                    # Most optimizers write to what they are given.
+                    if value is not given.get(key):
+                        place(key, value, where).copy_(value)
+                    whole[key] = vectors[key]
             # Only now: the state may be the gradient itself.
             gradient[where] = parameter
-        return state.whole
+        return whole
 
     def _stepped(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, state: dict[str, Any]
@@ -142,24 +275,6 @@ class ShardOptimizer:
         }
         return moved._replace(state={**moved.state, **counts})
 
-    def described(self) -> dict[str, str]:
-        """Returns optimizer and schedule, each as text that is the same on all ranks if and only if its choices are."""
-        return self._described
-
-    def _describe(self) -> dict[str, str]:
-        groups = [{key: value for key, value in g.items() if key != "params"} for g in self._optimizer.param_groups]
-        return {
-            "outer_optimizer": f"{type(self._optimizer).__name__}({groups})",
-            "outer_optimizer.lr_schedule": self._rates.described(),
-        }
-
-    @staticmethod
-    def _release(optimizer: Optimizer) -> None:
-        """Makes an optimizer forget its parameters, which are given back to it for one step at a time."""
-        optimizer.state.clear()
-        for group in optimizer.param_groups:
-            group["params"] = []
-
 
 def outer_optimizer_for(
     settings: Settings, shards: Sequence[Tensor], storage: OuterStorage | None = None
@@ -168,12 +283,33 @@ def outer_optimizer_for(
     outer = settings.outer
     if outer.make is not None:
         return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
-    return ShardOptimizer(shards, _nesterov(settings), outer.lr_schedule, storage, nesterov.stepped)
-
-
-def _nesterov(settings: Settings) -> Make:
     momentum = settings.numbers["outer_momentum"]
-    return partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
+    nesterov = partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
+    return ShardOptimizer(shards, nesterov, outer.lr_schedule, storage, fused_step)
+
+
+@torch.no_grad()
+def fused_step(
+    group: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """Makes a step, which overwrites the gradient with the new values and returns the new state; see the note above.
+
+    None, and nothing is written, if that is left to torch: a first step, which has no momentum yet, or one elsewhere.
+    """
+    before = state.get(MOMENTUM)
+    if before is None or values.device.type != "cpu" or before.device.type != "cpu":
+        return None
+    numel, choices = values.numel(), {key: group[key] for key in _CHOICES}
+    after, scratch = new_vector(numel, values.device), values.new_empty(min(_FUSED_STRETCH, numel))
+    whole = numel // _VECTOR * _VECTOR
+    starts = [*range(0, whole, _FUSED_STRETCH), whole, numel]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        if start < stop:
+            # What others may be reading stays as it is: copies are stepped.
+            moved, kept = scratch[: stop - start].copy_(values[start:stop]), after[start:stop].copy_(before[start:stop])
+            sgd([moved], [gradient[start:stop]], [kept], fused=start < whole, foreach=False, **choices)
+            gradient[start:stop] = moved
+    return {**state, MOMENTUM: after}
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
@@ -233,39 +369,6 @@ def is_elementwise(kept: Any, values: Tensor) -> bool:
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 
-class _NextState:
-    """What an optimizer keeps of a shard after a step. Each stretch is copied to where it stays, and stepped there."""
-
-    def __init__(self, before: Mapping[str, Any], values: Tensor, storage: OuterStorage) -> None:
-        self._before, self._values, self._storage = before, values, storage
-        self._vectors: dict[str, Tensor] = {}
-        self.whole: dict[str, Any] = {}
-
-    def copied(self, where: slice) -> dict[str, Any]:
-        """Returns what was kept of a stretch, to be stepped."""
-        return {
-            key: self._place(key, kept.dtype, where).copy_(self._storage.load(kept[where]))
-            if is_elementwise(kept, self._values)
-            else copy.deepcopy(kept)
-            for key, kept in self._before.items()
-        }
-
-    def take(self, where: slice, given: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
-        """Takes what is kept of a stretch after its step, of what was ``given``."""
-        self.whole = dict(kept)
-        for key in [key for key, value in kept.items() if is_elementwise(value, self._values[where])]:
-            place = self._place(key, kept[key].dtype, where)
-            # Most optimizers write to what they are given.
-            if kept[key] is not given.get(key):
-                place.copy_(kept[key])
-            self.whole[key] = self._vectors[key]
-
-    def _place(self, key: str, dtype: torch.dtype, where: slice) -> Tensor:
-        if key not in self._vectors:
-            self._vectors[key] = new_vector(len(self._values), self._values.device, dtype)
-        return self._vectors[key][where]
-
-
 def stretches(numel: int, device: torch.device) -> list[slice]:
     """Cuts a shard into stretches that are stepped one after the other: one, unless it is long."""
     # On a CPU they stay in the cache; elsewhere they are long enough to hide the launch of kernels. They are of about
@@ -275,6 +378,8 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
     length = max(1, -(-numel // max(1, count) // _ALIGNED)) * _ALIGNED
     return [slice(start, min(start + length, numel)) for start in range(0, numel, length)]
 
+
+# The hyperparameters of each round
 
 Groups = list[dict[str, Any]]
 
@@ -292,6 +397,9 @@ class Rates:
         optimizer: The outer optimizer. It is only read.
         make: From an optimizer to a torch scheduler, which is stepped once a round; None: nothing changes.
 
+    Attributes:
+        described: A text that is the same on all ranks if and only if the first rounds of the schedule are.
+
     Raises:
         ValueError: If ``make`` returns something that is no scheduler, or one that needs more than the count of rounds.
 
@@ -306,68 +414,66 @@ class Rates:
     def __init__(self, optimizer: Optimizer, make: MakeSchedule | None) -> None:
         self._carrier = _Carrier(optimizer)
         self._scheduler = None if make is None else _made(make, self._carrier)
-        self._rounds = [self._carrier.hyperparameters()]
+        self._rounds = [_copied(self._carrier)]
+        self.described = "None"
         if self._scheduler is not None:
-            self._try_one_round(self._scheduler)
-        # Once, at the start: from then on rounds are looked up in the background only.
-        self._text = self._describe()
+            try:
+                self._scheduler.step()
+            except Exception as error:
+                reason = f"cannot be stepped by the count of rounds alone: {error}"
+                raise _unusable(self._scheduler, reason) from error
+            self._rounds.append(_copied(self._carrier))
+            # Some end before, such as OneCycleLR: then the rounds that they have are compared. Once, at the start: from
+            # then on rounds are looked up in the background only.
+            with suppress(ValueError):
+                self.of(_COMPARED - 1)
+            # What torch's schedulers change in each group, as plain numbers.
+            values = [
+                [[_number(group.get(key)) for key in ("lr", "momentum", "betas")] for group in groups]
+                for groups in self._rounds[:_COMPARED]
+            ]
+            seal = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
+            shown = ", ".join(str(groups[0][0]) for groups in values[:_SHOWN])
+            self.described = f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
 
     def of(self, number: int) -> Groups:
         """Returns the hyperparameters of every parameter group in a round, counted from 0."""
         if self._scheduler is None:
             return self._rounds[0]
         while len(self._rounds) <= number:
-            self._advance(self._scheduler)
+            try:
+                self._scheduler.step()
+            except Exception as error:
+                raise ValueError(
+                    f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}."
+                    f" Give the {type(self._scheduler).__name__} as many rounds as the training has, or choose one that"
+                    " does not end."
+                ) from error
+            self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
-
-    def described(self) -> str:
-        """Describes the schedule by a text that is the same on all ranks if and only if its first rounds are."""
-        return self._text
-
-    def _describe(self) -> str:
-        if self._scheduler is None:
-            return "None"
-        values = [_values(groups) for groups in self._first_rounds()]
-        seal = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
-        shown = ", ".join(str(groups[0][0]) for groups in values[:_SHOWN])
-        return f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
-
-    def _first_rounds(self) -> list[Groups]:
-        # Some end before, such as OneCycleLR: then the rounds that they have are compared.
-        with suppress(ValueError):
-            self.of(_COMPARED - 1)
-        return self._rounds[:_COMPARED]
-
-    def _try_one_round(self, scheduler: LRScheduler) -> None:
-        try:
-            scheduler.step()
-        except Exception as error:
-            raise _unusable(scheduler, f"cannot be stepped by the count of rounds alone: {error}") from error
-        self._rounds.append(self._carrier.hyperparameters())
-
-    def _advance(self, scheduler: LRScheduler) -> None:
-        try:
-            scheduler.step()
-        except Exception as error:
-            raise ValueError(
-                f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}. Give"
-                f" the {type(scheduler).__name__} as many rounds as the training has, or choose one that does not end."
-            ) from error
-        self._rounds.append(self._carrier.hyperparameters())
 
 
 class _Carrier(Optimizer):
     """Carries hyperparameters, for a scheduler to change them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        groups = [{**_copied(group), "params": [Parameter(torch.empty(0))]} for group in optimizer.param_groups]
+        groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
         super().__init__(groups, dict(optimizer.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Does nothing: there is nothing to step."""
 
-    def hyperparameters(self) -> Groups:
-        return [_copied(group) for group in self.param_groups]
+
+def _copied(optimizer: Optimizer) -> Groups:
+    """Copies the hyperparameters of all parameter groups. A scheduler changes tensors in place."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
@@ -395,18 +501,3 @@ def _unusable(scheduler: Any, reason: str) -> ValueError:
         " optimizer to a scheduler that counts rounds:"
         " functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one."
     )
-
-
-def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """Copies the hyperparameters of a parameter group. A scheduler changes tensors in place."""
-    values = {key: value for key, value in group.items() if key != "params"}
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in values.items()}
-
-
-def _values(groups: Groups) -> list[Sequence[Any]]:
-    """Returns what torch's schedulers change in each group, as plain numbers."""
-    return [[_number(group.get(key)) for key in ("lr", "momentum", "betas")] for group in groups]
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, Tensor) else value

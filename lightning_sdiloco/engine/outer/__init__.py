@@ -1,1 +1,0 @@
-"""The outer optimizer, and the learning rate of each of its rounds."""
