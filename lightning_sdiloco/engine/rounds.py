@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from lightning_sdiloco.algorithm import Fragment, Heard, Schedule, Settings
-from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage
@@ -213,9 +213,10 @@ class Rounds:
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
-        landings = sum([self._lands_at(flight.launch) <= step for flight in self.flights])
+        later = {Purpose.ROUND: self.schedule.overlap_steps}
+        landings = sum([one.launch.step + later.get(one.launch.purpose, 0) <= step for one in self.flights])
         for _ in range(landings):
-            yield self._land(step)
+            yield self._landed(self.flights.pop(0), step)
         if self.is_warmup(step) and not landings:
             self._take_local()
         if self.storage.prefetches and not self.is_warmup(step + 1):
@@ -227,9 +228,6 @@ class Rounds:
         if self.is_warmup(step):
             return self.schedule.launches(step - self.began_at)
         return self._launches.due(self._heard, self._counted_in_rounds(step))
-
-    def _lands_at(self, launch: Launch) -> int:
-        return launch.step + (self.schedule.overlap_steps if launch.purpose is Purpose.ROUND else 0)
 
     def longest_wait(self, step: int) -> int:
         """Returns how many inner steps it takes at most, from now on, until a request has landed with a launch."""
@@ -260,10 +258,6 @@ class Rounds:
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()
 
-    def _land(self, step: int) -> Landing:
-        """Lands the fragment that was launched first."""
-        return self._landed(self.flights.pop(0), step)
-
     @torch.no_grad()
     def _landed(self, flight: Flight, step: int) -> Landing:
         """Waits for a flight, commits what it brings (lines 9 to 11), and takes that into the model (line 12)."""
@@ -280,24 +274,24 @@ class Rounds:
                 is_round = launch.purpose is Purpose.ROUND
                 fragment.land(arrival, arrival.rule, step - launch.step, final=not is_round)
                 if is_round:
-                    self._hear(launch, arrival.landing, arrival.trained, arrival.sends_bytes_per_s)
+                    self.link.note(arrival.sends_bytes_per_s)
+                    at, told = self._counted_in_rounds(launch.step), arrival.landing
+                    heard = Heard(launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained))
+                    self._heard = self._launches.heard(self._heard, heard)
                 if group in arrival.landing.left_out:
                     self.recover(fragment.index)
             return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
-
-    def _hear(self, launch: Launch, landing: Landing, trained: Sequence[int], sends_bytes_per_s: float) -> None:
-        """Tells the schedule of launches what travelled with a launch."""
-        self.link.note(sends_bytes_per_s)
-        at, norms = self._counted_in_rounds(launch.step), landing.group_norms
-        heard = Heard(launch.fragment, at, landing.counted, norms, tuple(trained))
-        self._heard = self._launches.heard(self._heard, heard)
 
     def recover(self, landed: int) -> None:
         """Takes the outer values wherever those of this group are not finite, after a landing. In-group collective."""
         self.reshard()
         in_group, optimizers = self._topology.in_group, self.inner_optimizers
-        # All ranks of the group do the same, also where they hold different parts.
-        finite = _on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments], in_group)
+
+        def on_all_ranks(facts: list[bool]) -> list[bool]:
+            """Tells which facts hold on all ranks: they do the same, also where they hold different parts."""
+            return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
+
+        finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
         for fragment, is_finite in zip(self.fragments, finite, strict=True):
             if fragment.index == landed:
                 fragment.buffers.write()
@@ -306,7 +300,10 @@ class Rounds:
             else:
                 continue
             parameters = fragment.layout.parameters
-            kept = _on_all_ranks([_has_finite_state(optimizers, parameter) for parameter in parameters], in_group)
+            states = [[own for one in optimizers for own in one.state.get(p, {}).values()] for p in parameters]
+            kept = on_all_ranks(
+                [all(bool(local(v).isfinite().all()) for v in state if isinstance(v, Tensor)) for state in states]
+            )
             for optimizer in optimizers:
                 for parameter, keep in zip(parameters, kept, strict=True):
                     if not keep:
@@ -336,7 +333,7 @@ class Rounds:
         """Waits for the means, and puts them in the place of the gradients."""
         if self.is_warmup(step):
             for _ in range(len(self.flights)):
-                yield self._land(step)
+                yield self._landed(self.flights.pop(0), step)
 
     def missing_gradients(self, step: int, idle: bool) -> int:
         """Returns how often a group that was idle in an inner step has still to take part: as often as in the last."""
@@ -394,7 +391,7 @@ class Rounds:
     def land_all(self, step: int) -> Iterator[Landing]:
         """Lands what is in flight, in the order of the launches."""
         while self.flights:
-            yield self._land(step)
+            yield self._landed(self.flights.pop(0), step)
 
     def leave(self, step: int) -> Iterator[Landing]:
         """Lands nothing: all groups end together, and go on together with what is in flight."""
@@ -466,18 +463,3 @@ def keep_until_done(tensors: Iterable[Tensor]) -> None:
 def _recorded(name: str) -> AbstractContextManager[Any]:
     """Names a part of a profile, where one is taken."""
     return record_function(name) if profiler._is_profiler_enabled else nullcontext()
-
-
-def _on_all_ranks(facts: list[bool], in_group: Communicator) -> list[bool]:
-    """Tells which facts hold on all ranks of the group."""
-    return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
-
-
-def _has_finite_state(optimizers: Sequence[Optimizer], parameter: Tensor) -> bool:
-    """Tells whether what this rank holds of the inner optimizer state of a parameter is finite."""
-    return all(
-        bool(local(value).isfinite().all())
-        for optimizer in optimizers
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, Tensor)
-    )
