@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm import digest
+from lightning_sdiloco.compression import ErrorFeedback, Int4
+from lightning_sdiloco.engine import GroupMean
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.engine.outer import OnHost
 from lightning_sdiloco.lightning.monitor import Deferred
