@@ -6,6 +6,7 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
@@ -23,6 +24,7 @@ def start_script(script: Path, *arguments: str, environment: Mapping[str, str] |
     def run() -> None:
         os.setsid()
         restore_signals()
+        forkserver._forkserver.__init__()  # type: ignore[misc]  # it may serve this process: that of the script is none
         os.chdir(script.parent)
         for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in RANKS]:
             del os.environ[name]

@@ -109,6 +109,7 @@ class OuterOptimizer:
         ValueError: If an argument is out of its range. The message names the argument.
 
     Examples:
+        >>> from functools import partial
         >>> from torch.optim.lr_scheduler import CosineAnnealingLR
         >>> outer = OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=200), clip_norm=1.0)
     """
