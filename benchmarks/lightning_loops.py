@@ -17,7 +17,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def streaming(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
-    """Ours. Without the final exchange, which is no part of what is counted."""
+    """Ours. One step more: the final exchange comes after what is counted."""
     strategy = StreamingDiLoCoStrategy(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,

@@ -22,7 +22,7 @@ from benchmarks.links import Links
 from benchmarks.models import Size
 from benchmarks.peers.loops import LOOPS, Loop
 from benchmarks.sampler import peak, sampled
-from benchmarks.stamps import forget_peak_memory, peak_memory, sent_so_far
+from benchmarks.stamps import forget_peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
 
 _CLONE_NEWUTS = 0x04000000
@@ -80,8 +80,8 @@ def run(job: Job) -> Found:
         what the interface of a site sent per step, the mean over the sites; ``bytes_to_the_end``,
         ``packets_to_the_end``: from the first step that counts to the end of training; ``peak_mbit_s``: the most that
         site 0 sent within any 100 ms from that step on; ``memory``: bytes by which the resident memory of a rank grew
-        at most, the mean over the ranks; ``told``: what the method says of itself in rank 0. Or ``reason``: why there
-        is nothing.
+        at most in training, before a final exchange, the mean over the ranks; ``told``: what the method says of itself
+        in rank 0. Or ``reason``: why there is nothing.
     """
     loop = _loop(job.method)
     slow = job.mbit_s is not None
@@ -131,7 +131,7 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     in_all = sent_so_far()
     times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}
     ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
-    return {**times, **ends, "memory": peak_memory() - before, "told": told}
+    return {**times, **ends, "memory": stamps.memory - before, "told": told}
 
 
 def _call_this_host(address: str) -> None:

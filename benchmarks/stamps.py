@@ -57,12 +57,14 @@ class Stamps:
     Attributes:
         model: What a validation would look at, for those who write it down.
         stopped: Seconds for which the clock has stood still.
+        memory: The most bytes that were resident when the last inner step began.
     """
 
     def __init__(self, step_seconds: float = 0.0) -> None:
         self.step_seconds = step_seconds
         self.model: Callable[[], Mapping[str, Any]] = dict
         self.stopped = 0.0
+        self.memory = 0
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.sent: list[int] = []
@@ -75,6 +77,7 @@ class Stamps:
         sent = sent_so_far()
         self.sent.append(sent.bytes)
         self.packets.append(sent.packets)
+        self.memory = peak_memory()
 
     def pad(self) -> None:
         """Forward and backward are done."""
