@@ -157,12 +157,11 @@ def test_a_room_says_what_it_is_for_and_exports_what_others_use() -> None:
     for room in FLOOR.keys() - GROUND - {"tools"}:
         face = importlib.import_module(f"{NAME}.{room}")
         assert len((face.__doc__ or "").split("\n")) > 3
-        assert len(set(face.__all__)) == len(face.__all__)
         for module in set(MODULES) - set(of_rooms(room)) - {NAME}:
             for node in nodes_of(module):
                 if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"{NAME}.{room}."):
                     assert node.module == f"{NAME}.{room}", f"{module} reaches past the room: {ast.unparse(node)}"
-                    assert {alias.name for alias in node.names} <= set(face.__all__), module
+                    assert all(hasattr(face, alias.name) for alias in node.names), module
 
 
 # What a room may know

@@ -18,24 +18,3 @@ from lightning_sdiloco.comm.topology import (
     store,
     world,
 )
-
-__all__ = [
-    "Communicator",
-    "DeviceBackend",
-    "Exchange",
-    "GroupLayout",
-    "STAGES",
-    "Topology",
-    "Unanswered",
-    "VaryingExchange",
-    "checked_worker_groups",
-    "is_connected",
-    "mesh_of",
-    "nccl_on",
-    "page_locked",
-    "ranks_in",
-    "store",
-    "to_device",
-    "to_host",
-    "world",
-]

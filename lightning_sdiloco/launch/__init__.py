@@ -22,22 +22,3 @@ from lightning_sdiloco.launch.rendezvous import (
     try_to_connect,
     warn_of_shared_store,
 )
-
-__all__ = [
-    "BrokenConnection",
-    "Endpoints",
-    "Failures",
-    "Listener",
-    "Rendezvous",
-    "advice",
-    "exchange_address",
-    "find_broken_connections",
-    "for_exchange",
-    "group_address",
-    "has_exchange_interface",
-    "reason",
-    "rendezvous_at",
-    "require_reachable",
-    "try_to_connect",
-    "warn_of_shared_store",
-]

@@ -17,23 +17,3 @@ from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
 from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.lightning.records import LandingRecord, Rank, Run, read_run, write_timeline
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-
-__all__ = [
-    "Distribution",
-    "FabricWorkerGroupStrategy",
-    "InnerStepHooks",
-    "LandingRecord",
-    "LauncherMixin",
-    "Rank",
-    "Run",
-    "ShardedModel",
-    "StreamingDiLoCoMonitorMixin",
-    "WholeModel",
-    "WorkerGroupStrategy",
-    "ConnectedGroups",
-    "check_without_trainer",
-    "in_batch",
-    "read_run",
-    "replace",
-    "write_timeline",
-]
