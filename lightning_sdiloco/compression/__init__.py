@@ -6,7 +6,7 @@ compression is a frozen choice that keeps no state. This room knows tensors only
 
 from collections.abc import Mapping
 
-from lightning_sdiloco.compression.base import Compression, mean_over_senders, weighted_mean
+from lightning_sdiloco.compression.base import Compression, weighted_mean
 from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Int2, Int4, Int8
 from lightning_sdiloco.compression.casts import BFloat16, Float32
 from lightning_sdiloco.compression.fp4 import FP4
@@ -30,7 +30,6 @@ __all__ = [
     "RandomK",
     "Threshold",
     "TopK",
-    "mean_over_senders",
     "resolve",
     "weighted_mean",
 ]

@@ -75,22 +75,19 @@ class Compression(ABC):
             sent: The payloads and their factors; nothing has a mean of zero.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
-        if self.counts_senders():
-            out.copy_(mean_over_senders(self._placed(sent, out), out))
-            return
         out.zero_()
         for payload, factor in sent:
             for where, values in self.stretches(payload, out.numel()):
                 # Two roundings, one after the other: whether there is a fused multiply-add depends on the processor.
                 out[where] += values if factor == 1 else values.mul_(factor)
-        divide(out, len(sent))
-
-    def _placed(self, sent: Sequence[tuple[Tensor, float]], like: Tensor) -> Iterator[tuple[Tensor, Tensor, float]]:
-        values, places = torch.empty_like(like), torch.empty_like(like)
-        for payload, factor in sent:
-            self.decode(payload, values)
-            self.places(payload, places)
-            yield values, places, factor
+        if self.counts_senders():
+            senders, places = torch.zeros_like(out), torch.empty_like(out)
+            for payload, _ in sent:
+                self.places(payload, places)
+                senders += places
+            out.div_(senders.clamp_(min=1))
+        else:
+            divide(out, len(sent))
 
     def at(self, step: int) -> "Compression":
         """Returns the compression for the launch after an inner step: itself, unless it picks values at random."""
@@ -213,33 +210,19 @@ class Compression(ABC):
         return None
 
 
-def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor) -> Tensor:
+def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: Tensor | None = None) -> Tensor:
     """Returns the mean of decoded outer gradients, each with its factor; with it, they may be written to.
 
     Args:
         parts: The outer gradients, in the order in which they are added up.
         like: A tensor of their shape and on their device.
+        senders: How many of them have each value, where its mean is that of these.
     """
     total, count = torch.zeros_like(like), 0
     for values, factor in parts:
         total += values if factor == 1 else values.mul_(factor)
         count += 1
-    return divide(total, count)
-
-
-def mean_over_senders(parts: Iterable[tuple[Tensor, Tensor, float]], like: Tensor) -> Tensor:
-    """Returns the mean of decoded outer gradients, that of each value over those that have it; 0 where none has.
-
-    Args:
-        parts: The outer gradients, in the order in which they are added up, which may be written to; 1 where one has a
-            value and 0 elsewhere; and its factor.
-        like: A tensor of their shape and on their device.
-    """
-    total, senders = torch.zeros_like(like), torch.zeros_like(like)
-    for values, places, factor in parts:
-        total += values if factor == 1 else values.mul_(factor)
-        senders += places
-    return total.div_(senders.clamp_(min=1))
+    return divide(total, count) if senders is None else total.div_(senders.clamp(min=1))
 
 
 def divide(total: Tensor, groups: int) -> Tensor:

@@ -98,13 +98,11 @@ class Blockwise(Compression):
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes a payload, one chunk after the other."""
         for where, values in self.stretches(payload, out.numel()):
             out[where] = values
 
     @override
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes one chunk after the other."""
         assert payload.numel() == self.wire_bytes(numel), "the payload belongs to a vector of another size"
         head = self._scale_bytes(numel)
         # A payload may start at an odd address of a gathered buffer, where wider types cannot be viewed.
@@ -134,7 +132,6 @@ class Leveled(Blockwise):
 
     @override
     def decode_blocks(self, scales: Tensor, codes: Tensor) -> Tensor:
-        """Decodes whole blocks."""
         return look_up(codes, self.levels).mul_(self.steps(scales)[:, None])
 
 
@@ -209,7 +206,6 @@ class _Microscaling(Leveled):
 
     @override
     def steps(self, scales: Tensor) -> Tensor:
-        """Returns the powers of two."""
         return _power_of_two(scales.to(torch.int32))
 
 

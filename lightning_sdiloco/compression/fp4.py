@@ -32,6 +32,8 @@ from lightning_sdiloco.memory import new_vector
 
 _log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 LIBRARY = Path(__file__).with_name("libfp4.so")
 
 BLOCK = 128
@@ -74,13 +76,11 @@ class FP4(Leveled):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        """Encodes values; see `Blockwise.encode`."""
         library = _native_for(values)
         return super().encode(values) if library is None else _encode(library, values)
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        """Decodes a payload; see `Blockwise.decode`."""
         library = _native_for(payload, out)
         if library is None:
             super().decode(payload, out)
@@ -89,7 +89,6 @@ class FP4(Leveled):
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        """Takes the mean of several payloads; see `Compression.mean`."""
         library = _native_for(out, *[payload for payload, _ in sent])
         if library is None or not sent:
             super().mean(sent, out)
@@ -140,38 +139,29 @@ def native() -> ctypes.CDLL | None:
 
 def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = new_vector(_size(values.numel()), values.device, torch.uint8)
+    payload = new_vector(FP4().wire_bytes(values.numel()), values.device, torch.uint8)
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 
 
 def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
     _check([payload], out)
-    library.fp4_decode(payload.data_ptr(), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
+    library.fp4_decode(payload.data_ptr(), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
 def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
     _check([payload for payload, _ in sent], out)
     payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
     factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
-    library.fp4_mean(payloads, factors, len(sent), out.numel(), _levels_of_bytes().data_ptr(), out.data_ptr())
-
-
-def _size(numel: int) -> int:
-    """Returns the bytes of a payload, as `FP4.wire_bytes` does."""
-    return 2 * -(-numel // BLOCK) + -(-numel // 2)
+    library.fp4_mean(payloads, factors, len(sent), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
 def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
     assert out.dtype == torch.float32, "bytes are decoded to float32"
-    size = _size(out.numel())
+    size = FP4().wire_bytes(out.numel())
     for payload in payloads:
         assert payload.numel() == size, "the payload belongs to a vector of another size"
         assert payload.dtype == torch.uint8, "a payload is bytes"
-
-
-def _levels_of_bytes() -> Tensor:
-    return table(FP4.levels, torch.device("cpu"))
 
 
 class _Eager(FP4):

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.comm import Communicator, Topology, ranks_in
 from lightning_sdiloco.compression import FP4
-from lightning_sdiloco.engine.outer import MOMENTUM, fused_step
+from lightning_sdiloco.engine.outer import nesterov_step
 from lightning_sdiloco.engine.shards import clean_name, described_sharding, is_sharded, local, ranks_of, reshard
 
 
@@ -57,8 +57,7 @@ def rounding() -> str:
     values, gradient, momentum = known.view(3, -1).clone().unbind()
     codec, mean = FP4(), torch.empty_like(gradient)
     codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
-    group = {"lr": 0.7, "momentum": 0.9, "dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
-    fused_step(group, values, mean, {MOMENTUM: momentum})
+    nesterov_step(values, mean, momentum, lr=0.7, factor=0.9)
     return f"{digest(mean) % 2**64:x}"
 
 

@@ -1,9 +1,4 @@
-"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests: on the device or the host.
-
-[Note: the fused step] On a CPU, torch's SGD with Nesterov momentum steps all values in one pass where its plain step
-takes three. It has the bits of the plain one, but in what is left over behind the last whole vector of the processor:
-that little is stepped by the plain one.
-"""
+"""The outer optimizer over flat float32 shards, one per fragment, and where its state rests: device or host."""
 
 import copy
 import hashlib
@@ -19,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.sgd import sgd
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Settings
@@ -28,7 +22,6 @@ from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
-OnePass = Callable[[Mapping[str, Any], Tensor, Tensor, Mapping[str, Any]], dict[str, Any] | None]
 
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
 # optimizer makes meanwhile; so many that the calls cost nothing. Stretches begin where a vector unit would begin too.
@@ -36,13 +29,8 @@ _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
 
-# Of the fused step: values whose copies stay in the cache, and a multiple of those in a vector of any processor.
-_FUSED_STRETCH, _VECTOR = 1 << 17, 64
-
 MOMENTUM = "momentum_buffer"
 """Under which key torch's SGD keeps the momentum."""
-
-_CHOICES = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
 
 
 # Where outer state rests between a landing and the next launch
@@ -172,11 +160,11 @@ class ShardOptimizer:
         make: Make,
         make_schedule: MakeSchedule | None = None,
         storage: OuterStorage | None = None,
-        one_pass: OnePass | None = None,
+        is_nesterov: bool = False,
     ) -> None:
         _check_elementwise(make, len(shards))
         self._storage = storage or OuterStorage(shards[0].device)
-        self._one_pass = one_pass
+        self._is_nesterov = is_nesterov
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
@@ -204,8 +192,10 @@ class ShardOptimizer:
     def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
         """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient."""
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
-        state = self._one_pass(group, values, gradient, before.state) if self._one_pass is not None else None
-        if state is None:
+        momentum, is_known = before.state.get(MOMENTUM), self._is_nesterov and values.device.type == "cpu"
+        if is_known and momentum is not None and group["momentum"]:
+            state = {MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])}
+        else:
             state = self._step_in_stretches(group, values, gradient, before.state)
         return OuterState(gradient, state, before.rounds + 1, float(group.get("lr", nan)))
 
@@ -285,31 +275,19 @@ def outer_optimizer_for(
         return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
     momentum = settings.numbers["outer_momentum"]
     nesterov = partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
-    return ShardOptimizer(shards, nesterov, outer.lr_schedule, storage, fused_step)
+    return ShardOptimizer(shards, nesterov, outer.lr_schedule, storage, is_nesterov=True)
 
 
 @torch.no_grad()
-def fused_step(
-    group: Mapping[str, Any], values: Tensor, gradient: Tensor, state: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """Makes a step, which overwrites the gradient with the new values and returns the new state; see the note above.
-
-    None, and nothing is written, if that is left to torch: a first step, which has no momentum yet, or one elsewhere.
-    """
-    before = state.get(MOMENTUM)
-    if before is None or values.device.type != "cpu" or before.device.type != "cpu":
-        return None
-    numel, choices = values.numel(), {key: group[key] for key in _CHOICES}
-    after, scratch = new_vector(numel, values.device), values.new_empty(min(_FUSED_STRETCH, numel))
-    whole = numel // _VECTOR * _VECTOR
-    starts = [*range(0, whole, _FUSED_STRETCH), whole, numel]
-    for start, stop in zip(starts, starts[1:], strict=False):
-        if start < stop:
-            # What others may be reading stays as it is: copies are stepped.
-            moved, kept = scratch[: stop - start].copy_(values[start:stop]), after[start:stop].copy_(before[start:stop])
-            sgd([moved], [gradient[start:stop]], [kept], fused=start < whole, foreach=False, **choices)
-            gradient[start:stop] = moved
-    return {**state, MOMENTUM: after}
+def nesterov_step(values: Tensor, gradient: Tensor, momentum: Tensor, lr: float, factor: float) -> Tensor:
+    """Makes a step with the bits of torch's SGD, but copies nothing; overwrites the gradient, returns the momentum."""
+    after = new_vector(values.numel(), values.device)
+    for where in stretches(values.numel(), values.device):
+        moved, kept = gradient[where], after[where]
+        torch.mul(momentum[where], factor, out=kept).add_(moved)
+        moved.add_(kept, alpha=factor)
+        torch.add(values[where], moved, alpha=-lr, out=moved)
+    return after
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:

@@ -28,7 +28,7 @@ from lightning_sdiloco.algorithm import (
     plain,
 )
 from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.compression import mean_over_senders, resolve, weighted_mean
+from lightning_sdiloco.compression import resolve, weighted_mean
 from lightning_sdiloco.engine import (
     Arrival,
     FragmentLayout,
@@ -207,10 +207,11 @@ class SiteArithmetic:
             )
         codes, factors = [site.all_reduce.compression for site in sites], count.factors.items()
         decoded = [self._stretch(layout, site, code.decode, like) for site, code in zip(sites, codes, strict=True)]
-        if not any(code.counts_senders() for code in codes):
-            return weighted_mean(((decoded[index], factor) for index, factor in factors), like)
-        places = [self._stretch(layout, site, code.places, like) for site, code in zip(sites, codes, strict=True)]
-        return mean_over_senders(((decoded[index], places[index], factor) for index, factor in factors), like)
+        senders = torch.zeros_like(like) if any(code.counts_senders() for code in codes) else None
+        if senders is not None:
+            for index in count.factors:
+                senders += self._stretch(layout, sites[index], codes[index].places, like)
+        return weighted_mean(((decoded[index], factor) for index, factor in factors), like, senders)
 
     def _stretch(
         self, layout: FragmentLayout, site: _Site, read: Callable[[Tensor, Tensor], None], like: Tensor
