@@ -7,7 +7,6 @@ other ranks are reached only through what a `Topology` holds.
 """
 
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.engine.agreement import align_model, is_aligned, require_same_model, require_same_settings
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     Saved,
@@ -58,4 +57,11 @@ from lightning_sdiloco.engine.shards import (
     unwrapped,
 )
 from lightning_sdiloco.engine.simulation import SimulatedGroups
-from lightning_sdiloco.engine.start import WorkerGroups, cut
+from lightning_sdiloco.engine.start import (
+    WorkerGroups,
+    align_model,
+    cut,
+    is_aligned,
+    require_same_model,
+    require_same_settings,
+)

@@ -31,7 +31,6 @@ from lightning_sdiloco.algorithm import (
 )
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine.agreement import require_own_group, require_same_settings
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
     load,
@@ -44,15 +43,20 @@ from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
-from lightning_sdiloco.engine.recut import NamedOuter, cut_again, has_other_parameters, named_outer, take_over
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import trainable, unwrapped
 from lightning_sdiloco.engine.start import (
+    NamedOuter,
     WorkerGroups,
     agreed_fragments,
     align_ranks,
     cut,
+    cut_again,
+    named_outer,
+    require_own_group,
+    require_same_settings,
     say_what_averages_twice,
+    take_over,
     topology_for,
 )
 
@@ -377,10 +381,6 @@ class StreamingDiLoCo:
         """How many outer steps the first fragment has made."""
         return self.rounds.fragments[0].outer.rounds
 
-    def longest_wait(self) -> int:
-        """Returns how many inner steps it takes at most, from now on, until a request has travelled and landed."""
-        return self.rounds.longest_wait(self.inner_steps)
-
     @property
     def is_over(self) -> bool:
         """Whether the run has ended for all its sites, so that there is nothing left to train for."""
@@ -465,10 +465,6 @@ class StreamingDiLoCo:
         """
         return self.view.named(None if self.settings.shares or self._is_closed else self.group_mean())
 
-    def named_mean(self, mean: GroupMean) -> dict[str, Tensor]:
-        """Returns a mean of `group_mean` by name, as `outer_state_dict` returns the outer parameters."""
-        return self.view.named(mean)
-
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to go on bit for bit: plain dicts, lists, numbers, and tensors on the host.
 
@@ -517,7 +513,7 @@ class StreamingDiLoCo:
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished
-        outer = self.outer_state_dict() if is_trained else self.named_mean(self.group_mean())
+        outer = self.outer_state_dict() if is_trained else self.view.named(self.group_mean())
         save(str(path), self.topology, self.settings, self.state_dict(), outer, self.rounds.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:
@@ -547,7 +543,7 @@ class StreamingDiLoCo:
 
     def has_other_parameters(self) -> bool:
         """Tells whether parameters were frozen or became trainable since the model was cut."""
-        return has_other_parameters(self.model, self.rounds.fragments)
+        return set(trainable(self.model)) != {name for own in self.rounds.fragments for name in own.layout.names}
 
     @torch.no_grad()
     def recut(self) -> list[Landing]:

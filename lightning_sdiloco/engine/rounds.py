@@ -35,8 +35,8 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage
-from lightning_sdiloco.engine.recut import NamedOuter, require_same_fragments, start_from
 from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules
+from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
 from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
@@ -46,57 +46,38 @@ _KEPT_BYTES = 12
 
 
 class Loop(Protocol):
-    """What happens after an inner step, with all who train together."""
+    """What happens after an inner step, with all who train together; the methods are those of `Rounds`.
+
+    Attributes:
+        requested: What ranks ask of each other with this inner step, where that needs no launch.
+        is_over: Whether nobody trains any more.
+    """
 
     @property
-    def requested(self) -> int:
-        """What ranks ask of each other with this inner step, where that needs no launch."""
-        ...
+    def requested(self) -> int: ...
 
     @property
-    def is_over(self) -> bool:
-        """Whether nobody trains any more."""
-        ...
+    def is_over(self) -> bool: ...
 
-    def join(self, step: int) -> None:
-        """Waits until there is all that training begins with."""
-        ...
+    def join(self, step: int) -> None: ...
 
-    def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step in which this rank trained."""
-        ...
+    def trained(self, micro_batches: int, samples: int) -> None: ...
 
-    def launch_due(self, step: int) -> int:
-        """Launches what is due, and returns how many fragments that are."""
-        ...
+    def launch_due(self, step: int) -> int: ...
 
-    def land_due(self, step: int) -> Iterator[Landing]:
-        """Lands what is due, and prepares for the next inner step."""
-        ...
+    def land_due(self, step: int) -> Iterator[Landing]: ...
 
-    def land_all(self, step: int) -> Iterator[Landing]:
-        """Lands everything that is still to land: training is over."""
-        ...
+    def land_all(self, step: int) -> Iterator[Landing]: ...
 
-    def leave(self, step: int) -> Iterator[Landing]:
-        """Ends before training is over, and lands what others need for that."""
-        ...
+    def leave(self, step: int) -> Iterator[Landing]: ...
 
-    def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Takes the mean of all local values; yields after each launch and landing, so that groups can take turns."""
-        ...
+    def final_exchange(self, step: int) -> Iterator[Landing | None]: ...
 
-    def close(self) -> None:
-        """Tells those who might wait that training has ended."""
-        ...
+    def close(self) -> None: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint holds of it."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned, and launches again what was in flight."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Federated(Protocol):

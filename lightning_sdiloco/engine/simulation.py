@@ -111,7 +111,7 @@ class SimulatedGroups:
         first = self.engines[0]
         if first.settings.shares or first.is_finished:
             return first.outer_state_dict()
-        return first.named_mean(self.group_mean())
+        return first.view.named(self.group_mean())
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:

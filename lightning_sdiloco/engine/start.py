@@ -1,13 +1,19 @@
-"""What an engine does before its first step: it finds its place among the ranks, and cuts the model into fragments."""
+"""What an engine does before its first step, and before rounds begin anew.
+
+It finds its place among the ranks, makes sure that all start from the same settings and model, and cuts the model into
+fragments. Outer state outlives these by name: when a model is cut anew, or an earlier run is taken up.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -17,21 +23,38 @@ from lightning_sdiloco.algorithm import (
     Partition,
     Settings,
     check_legs,
+    digest,
     kind_and_backend,
     partition,
 )
 from lightning_sdiloco.comm import (
+    Communicator,
     DeviceBackend,
     GroupLayout,
     Topology,
     checked_worker_groups,
     is_connected,
     nccl_on,
+    ranks_in,
     world,
 )
-from lightning_sdiloco.engine.agreement import align_model, require_same_model, require_same_settings
-from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.shards import ShardedLayout, aliases, clean_name, described, reshard, trainable
+from lightning_sdiloco.compression import FP4
+from lightning_sdiloco.engine.fragments import FragmentState, travelling_buffers
+from lightning_sdiloco.engine.outer import OuterState, nesterov_step
+from lightning_sdiloco.engine.shards import (
+    OuterParameter,
+    ShardedLayout,
+    aliases,
+    clean_name,
+    described,
+    described_sharding,
+    is_sharded,
+    local,
+    ranks_of,
+    reshard,
+    to_parameters,
+    trainable,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -213,4 +236,213 @@ def _require_real(parameters: dict[str, Tensor]) -> None:
             f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
             " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
             " freeze it."
+        )
+
+
+# Settings and model must be the same on all ranks
+
+
+def require_same_settings(settings: Mapping[str, str], world: Communicator) -> None:
+    """Refuses settings that differ between ranks. All ranks must call it."""
+    differences = _differences(world.all_gather_object(dict(settings)))
+    if differences:
+        raise ValueError(
+            f"The settings of the strategy differ between ranks: {'; '.join(differences)}. All ranks must use the same."
+            " Start them with the same script and configuration."
+        )
+
+
+def require_same_model(model: nn.Module, world: Communicator) -> None:
+    """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
+    signatures = world.all_gather_object(_signature(model))
+    # Tensors are paired by their order, so that must be the same too.
+    places = [{name: f"in place {place}" for place, name in enumerate(signature)} for signature in signatures]
+    differences = _differences(signatures) or _differences(places)
+    if differences:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        raise ValueError(
+            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
+            " shapes and dtypes. Do not let its construction depend on the rank."
+        )
+    is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    if differences := _differences(
+        world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
+    ):
+        raise ValueError(
+            f"The processors of these ranks round differently: {differences[0]}. Worker groups would drift apart. Train"
+            " on machines whose processors have the same instructions, or set ATEN_CPU_CAPABILITY=default on all ranks,"
+            " for those that every processor has."
+        )
+
+
+@cache
+def rounding() -> str:
+    """Returns what this processor makes of known values, in what has to give the same bits in all groups."""
+    # No random numbers: those of torch differ between processors.
+    known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
+    values, gradient, momentum = known.view(3, -1).clone().unbind()
+    codec, mean = FP4(), torch.empty_like(gradient)
+    codec.mean([(codec.encode(gradient), 1 / 3), (codec.encode(momentum), 1.7)], mean)
+    nesterov_step(values, mean, momentum, lr=0.7, factor=0.9)
+    return f"{digest(mean) % 2**64:x}"
+
+
+def require_own_group(model: nn.Module, topology: Topology) -> None:
+    """Refuses a model that is trained by other ranks than those of its worker group."""
+    for name, parameter in model.named_parameters():
+        if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
+            raise ValueError(
+                f"The parameter {name!r} is sharded over ranks of several worker groups: {_listed(others)} do not"
+                f" belong to that of this rank. Shard the model over a mesh of {_listed(list(topology.ranks))}."
+            )
+    for name, part in model.named_modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
+            raise ValueError(
+                f"{_part(name)} is wrapped in FullyShardedDataParallel, which keeps flat parts of its parameters that"
+                " the worker groups cannot exchange by name. Use fully_shard over the ranks of the worker group."
+            )
+        ranks = ranks_in(part.process_group) if isinstance(part, DistributedDataParallel) else list(topology.ranks)
+        # A single rank without others, such as a simulated worker group, may count itself as any.
+        if ranks != list(topology.ranks) and max(len(ranks), topology.group_size) > 1:
+            raise ValueError(
+                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, and the worker group of"
+                f" this rank is {_listed(list(topology.ranks))}: gradients must be averaged inside the group and"
+                " nowhere else, or all groups train in step. Give the model unwrapped if groups have one rank, and"
+                " otherwise wrap it with DistributedDataParallel(model,"
+                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does so with"
+                " strategy='streaming_diloco'."
+            )
+
+
+def _part(name: str) -> str:
+    # The outermost module of a wrapper is the model itself, whatever the wrapper calls it.
+    own = ".".join(word for word in name.split(".") if word not in ("_orig_mod", "_forward_module"))
+    return f"The module {own!r} of the model" if own else "The model"
+
+
+def _listed(ranks: list[int]) -> str:
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def align_model(model: nn.Module, topology: Topology) -> None:
+    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it."""
+    if not is_aligned(model, topology):
+        for tensor in (*model.parameters(), *model.buffers()):
+            broadcast(tensor, topology)
+
+
+def broadcast(tensor: Tensor, topology: Topology) -> None:
+    """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first group holds."""
+    (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
+
+
+def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
+    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
+    reshard(model)
+    tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
+    whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
+    parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
+    ranks = topology.world.all_gather_object((whole, parts))
+    same_parts = all(ranks[rank][1] == ranks[rank % topology.group_size][1] for rank in range(len(ranks)))
+    return same_parts and all(other == ranks[0][0] for other, _ in ranks)
+
+
+def _signature(model: nn.Module) -> dict[str, str]:
+    """Describes what must be the same of every parameter and buffer, in their order."""
+    found = {}
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        kind = "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}"
+        sharding = "" if is_lazy(tensor) else described_sharding(tensor)
+        frozen = " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
+        found[clean_name(name)] = kind + sharding + frozen
+    return found
+
+
+def _differences(ranks: list[dict[str, str]]) -> list[str]:
+    """Returns a sentence for every key whose text is not the same on all ranks."""
+    names = dict.fromkeys(name for texts in ranks for name in texts)
+    differences = []
+    for name in names:
+        by_text: dict[str, list[int]] = {}
+        for rank, texts in enumerate(ranks):
+            by_text.setdefault(texts.get(name, "missing"), []).append(rank)
+        if len(by_text) > 1:
+            values = ", ".join(
+                f"{text} on rank{'s' if len(holders) > 1 else ''} {', '.join(map(str, holders[:8]))}"
+                f"{', ...' if len(holders) > 8 else ''}"
+                for text, holders in by_text.items()
+            )
+            differences.append(f"{name} is {values}")
+    return differences
+
+
+# Rounds that begin anew
+
+
+class NamedOuter(NamedTuple):
+    """Holds the outer state of all fragments, whole, by name."""
+
+    parameters: Mapping[str, OuterParameter]
+    buffers: Mapping[str, Tensor]
+
+
+def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
+    """Puts the outer state of all fragments together by name. In-group collective."""
+    parameters: dict[str, OuterParameter] = {}
+    buffers: dict[str, Tensor] = {}
+    for fragment in fragments:
+        shards = in_group.all_gather_object(fragment.outer.state_dict())
+        parameters |= to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
+        buffers |= fragment.buffers.named()
+    return NamedOuter(parameters, buffers)
+
+
+@torch.no_grad()
+def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
+    """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
+    # All fragments of a round see the same learning rate, also those that are new.
+    rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
+    for fragment in fragments:
+        layout, known = fragment.layout, dict(outer.parameters)
+        if any(name not in known for name in layout.names):
+            shard = layout.read()
+            values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
+            known = {name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()} | known
+        fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.buffers)
+
+
+@torch.no_grad()
+def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
+    """Prepares a model for being cut anew: what was frozen takes its outer value, new that of group 0."""
+    now = trainable(model)
+    frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
+    for fragment in fragments:
+        fragment.layout.write_named(frozen)
+    tensors, known = now | dict(travelling_buffers(model)), outer.parameters.keys() | outer.buffers.keys()
+    for name, tensor in tensors.items():
+        if name not in known:
+            broadcast(tensor, topology)
+
+
+def cut_again(
+    model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
+) -> tuple[Fragment, ...]:
+    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it."""
+    if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
+        raise ValueError(
+            "Parameters were frozen or became trainable since training began. FSDP2 does not follow: what became"
+            " trainable would not be trained. Choose what is trainable in configure_model, and train in several fits."
+        )
+    require_same_model(model, topology.world)
+    return cut(model, settings).fragments
+
+
+def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:
+    """Refuses a state that was saved with other fragments."""
+    names = [list(fragment.layout.names) for fragment in fragments]
+    if [fragment["names"] for fragment in saved] != names:
+        raise ValueError(
+            f"The state is that of other fragments: it has {len(saved)}, this engine has {len(names)}, or they hold"
+            " other parameters. Resume with the same model and the same fragments."
         )

@@ -74,7 +74,7 @@ class Announcement:
                 # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
                 requeue = getattr(self._environment, "requeue_signal", None)
                 signal = requeue and (requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM")
-                told = warning(self._engine.longest_wait(), seconds, signal)
+                told = warning(self._engine.rounds.longest_wait(self._engine.inner_steps), seconds, signal)
                 if told:
                     _log.warning(told)
 

@@ -253,7 +253,7 @@ class Device:
         """Copies an outer model, or a mean, that rests on the host: its way does not lead over the device."""
         before = pretend.memory_allocated()
         pretend.reset_peak_memory_stats()
-        named = self.engine.outer_state_dict() if mean is None else self.engine.named_mean(mean)
+        named = self.engine.outer_state_dict() if mean is None else self.engine.view.named(mean)
         assert {values.device.type for values in named.values()} == {"cpu"}
         assert pretend.max_memory_allocated() == before
 
