@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.engine import agreement
+from lightning_sdiloco.engine import start
 from tests.engine.groups import copied
 from tests.ranks import run_ranks
 from tests.training import LAYERS, backward, batch, inner_optimizer, mlp, train_step
@@ -155,20 +155,20 @@ def test_whatever_else_of_the_outer_state_differs_is_an_error_before_it_is_lande
 
 
 def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
-    def start(rank: int, world_size: int) -> None:
+    def begin(rank: int, world_size: int) -> None:
         if rank == 1:
             # What torch takes where the processor multiplies and adds in two roundings; only a new process can choose.
-            program = "from lightning_sdiloco.engine import agreement; print(agreement.rounding())"
+            program = "from lightning_sdiloco.engine import start; print(start.rounding())"
             other = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
             made = subprocess.run(
                 [sys.executable, "-c", program], env=other, capture_output=True, text=True, check=True
             )
-            agreement.rounding = lambda: made.stdout.strip()
+            start.rounding = lambda: made.stdout.strip()
         StreamingDiLoCo(mlp(), fragments=LAYERS)
 
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("this processor has no instructions for that")
-    report = str(run_ranks(start, 2, expect_failure=True))
+    report = str(run_ranks(begin, 2, expect_failure=True))
     assert re.search("round differently: what known values give is [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1. ", report)
     assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
 
