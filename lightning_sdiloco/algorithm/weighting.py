@@ -141,7 +141,7 @@ class Control(NamedTuple):
     @staticmethod
     def unpacked(*parts: Tensor) -> "Control":
         """Reads a control vector back from its bytes, in one part or several."""
-        packed = b"".join([bytes(part.tolist()) for part in parts])
+        packed = b"".join([part.cpu().numpy().tobytes() for part in parts])
         *known, step_time, weight = _HOST.unpack_from(packed)
         *computed, finite = _DEVICE.unpack_from(packed, HOST_BYTES)
         return Control._make([*known, weight, *computed, bool(finite), step_time])

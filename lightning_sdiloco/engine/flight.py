@@ -152,14 +152,16 @@ class Synchronizer:
             yield
 
         # Line 11: make the outer step with the mean of the whole shard.
-        began, in_group = time.perf_counter(), topology.stages[_STEP]
+        began, in_group, residual = time.perf_counter(), topology.stages[_STEP], None
         if hop is not None:
             (payloads,), sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
             spans["relay"] = span_from(began, device)
             on_link_s += on_link(posted_at, began, posted_at, arrived[0], 0.0)
             sent, received = sent + sent_on, received + received_on
-            mean = all_reduce.assemble(payloads, like=launch.gradient)
-            del payloads
+            mean, residual = all_reduce.assemble(payloads, like=launch.gradient), hop.residual
+            # What has travelled goes before the outer step makes what is new.
+            del payloads, hop
+            posts.clear()
         # The outer step takes the mean.
         norm = whole_norm(fragment.change(launch.purpose, mean), in_group)
         began = time.perf_counter()
@@ -182,8 +184,8 @@ class Synchronizer:
                 changes["weighing"] = self._weighing.heard(controls, fragment.weighing)
             if topology.group_index in count.factors:
                 changes |= {"memory": fragment.store(memory), "tuning": fragment.store(tuning)}
-            if count.factors and hop is not None:
-                changes["residual"] = fragment.store(hop.residual)
+            if count.factors and residual is not None:
+                changes["residual"] = fragment.store(residual)
         weights, changed = [own.weight for own in controls], reduce(or_, [own.changed for own in controls])
         return Arrival(changes, rule, gathered, buffers, changed, weights, report, self._exchange.sends_bytes_per_s)
 

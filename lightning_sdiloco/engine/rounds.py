@@ -353,8 +353,8 @@ class Rounds:
         """
         is_start = not self.settings.shares or 0 < step - self.began_at < self.schedule.warmup_steps
         purpose, flying = Purpose.START if is_start else Purpose.MEAN, self.flights if ends else list[Flight]()
-        # As many flights as fragments would take as much memory as some models.
-        at_once = max(2, len(self.fragments) // 4)
+        # Each flight of a fragment in float32 takes four times its size: a quarter of the model at once.
+        at_once = max(1, len(self.fragments) // 4)
         for fragment in self.fragments:
             received = receive(flying.pop(0)) if len(flying) == at_once else None
             began, read = time.perf_counter(), fragment.launch if ends else fragment.read
