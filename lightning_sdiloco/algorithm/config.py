@@ -42,8 +42,6 @@ SENDERS_GAINS = (0.4, 2.0)
 
 
 class OuterStep(NamedTuple):
-    """What the outer step and the landing after it do."""
-
     outer_lr: float
     outer_momentum: float
     mixing: float
@@ -55,18 +53,10 @@ def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterSte
     One choice serves all numbers of groups and all ``sync_every``: with two, four and eight groups nothing that was
     tried was clearly better.
 
-    Where each group sends few values of its own choice and the others wait in its error feedback, that is a momentum
-    already, so there is no other one. The mean divides by all groups what one of them has sent, and the progress that
-    they have in common arrives once from each, a little at a time. Where the mean is that of the senders, a value
-    arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code takes this mean.
-
-    Args:
-        is_sparse: Whether each group sends few values of its own choice, and remembers the others.
-        over_senders: Whether the mean of a value is that of the groups that sent it.
-
-    Examples:
-        >>> recommended().outer_momentum, recommended(is_sparse=True).outer_momentum
-        (0.9, 0.0)
+    Where each group sends few values of its own choice (sparse) and the others wait in its error feedback, that is a
+    momentum already, so there is no other one. The mean divides by all groups what one of them has sent, and the
+    progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
+    alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
     """
     if is_sparse:
         return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
@@ -163,17 +153,7 @@ def _name(made_by: Any) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """The choices of a run. Every argument is described in `StreamingDiLoCo`.
-
-    Raises:
-        ValueError: If an argument is out of its range. The message names the argument.
-
-    Examples:
-        >>> Settings(sync_every=100, overlap_steps=100)
-        Traceback (most recent call last):
-        ...
-        ValueError: overlap_steps=100 is out of range: it must be at least 0 and below sync_every, which is 100. ...
-    """
+    """The choices of a run, described in `StreamingDiLoCo`; refuses what is out of its range, by name."""
 
     sync_every: int = 100
     overlap_steps: int = 5
@@ -261,12 +241,10 @@ class Settings:
 
     @property
     def routing(self) -> Route:
-        """What decides who exchanges with whom."""
         return self.route or Everyone()
 
     @property
     def shares(self) -> bool:
-        """Whether all groups hold the same outer parameters."""
         return self.routing.shared
 
     @property
@@ -276,18 +254,15 @@ class Settings:
 
     @property
     def outer(self) -> OuterOptimizer:
-        """The outer optimizer, with what belongs to it."""
         given = self.outer_optimizer
         return given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
 
     @property
     def launch_schedule(self) -> LaunchSchedule:
-        """What decides when fragments launch."""
         return self.schedule or Every()
 
     @property
     def aggregation(self) -> Weighing:
-        """What decides how much each group counts."""
         return self.weighing or Aggregation(self.outer.clip_norm, self.outer.outlier_guard)
 
     @property
@@ -297,7 +272,6 @@ class Settings:
 
     @staticmethod
     def among(arguments: Mapping[str, Any]) -> "Settings":
-        """Makes the settings from their arguments among others."""
         return Settings(**{choice.name: arguments[choice.name] for choice in fields(Settings)})
 
     @property
@@ -318,15 +292,7 @@ class Settings:
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
     def chosen_for(self, num_groups: int) -> "Settings":
-        """Returns the settings with numbers in place of ``"auto"``: those that `recommended` returns.
-
-        Args:
-            num_groups: Number of worker groups.
-
-        Examples:
-            >>> Settings(outer_lr=0.9).chosen_for(num_groups=2).outer_lr
-            0.9
-        """
+        """Returns the settings for so many groups, with what `recommended` returns in place of ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
@@ -439,12 +405,7 @@ OTHER_NAMES = (*_INSTEAD, *_SAME)
 
 
 def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any]) -> None:
-    """Refuses arguments that a class does not have, and says what to write.
-
-    Args:
-        owner: The name of the class.
-        known: The names of its arguments.
-        given: What it was given, by name.
+    """Refuses arguments that a class (``owner``) does not have, and says what to write.
 
     Raises:
         ValueError: If an argument has another name, or belongs elsewhere.
@@ -505,7 +466,6 @@ def is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Tells whether a value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

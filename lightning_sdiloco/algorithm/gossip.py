@@ -73,12 +73,7 @@ class Route(ABC):
 
 @dataclass(frozen=True)
 class Everyone(Route):
-    """Lets all groups exchange with all others, as is done without a route.
-
-    Examples:
-        >>> Everyone().legs(0, groups=4)
-        ((0, 1, 2, 3),)
-    """
+    """Lets all groups exchange with all others, as is done without a route."""
 
     shared = True
 
@@ -240,12 +235,7 @@ class FastestPairs(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of groups that follow each other: pairs, the last of which has a third where one group is over.
-
-    Examples:
-        >>> in_pairs([3, 0, 2, 1, 4])
-        ((0, 3), (1, 2, 4))
-    """
+    """Returns legs of groups that follow each other: pairs, the last of which has a third where one group is over."""
     starts = range(0, max(1, len(order) - 1), 2)
     return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
 
@@ -317,8 +307,6 @@ class Brought(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """What a group takes from its leg."""
-
     gradient: Tensor
     twin: Tensor | None
 
@@ -340,7 +328,6 @@ def bring(
 def take(
     brought: Brought, own: Tensor, mean: Tensor, outer: Tensor, anchor: Tensor, finite: bool, momentum: Momentum | None
 ) -> Taken:
-    """Returns what a group takes from its leg."""
     if not finite:
         return Taken((outer - anchor).sub_(mean), None if momentum is None else anchor + mean)
     # What the compression lost of the own values stays here.

@@ -18,8 +18,6 @@ _ALIKE = 0.5
 
 
 class Parameter(NamedTuple):
-    """What the partition has to know about a trainable parameter."""
-
     name: str
     nbytes: int
     ndim: int = 2
@@ -44,8 +42,6 @@ class Fragment:
 
 
 class Partition(NamedTuple):
-    """The fragments of a model."""
-
     fragments: tuple[Fragment, ...]
     fell_back: bool = False
 
@@ -56,7 +52,7 @@ def partition(
     aliases: Mapping[str, str] | None = None,
     frozen: Sequence[str] = (),
 ) -> Partition:
-    """Cuts a model into fragments.
+    """Cuts a model into fragments; every parameter is in exactly one of them.
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. What stands outside the blocks
@@ -66,18 +62,10 @@ def partition(
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
-        fragments: ``"strided"`` or ``"sequential"``, each with a number of blocks behind it or for 3; ``"balanced"``, a
-            number of fragments, or a list of lists of shell-style patterns, one list for each fragment.
+        fragments: One of these, or a list of lists of shell-style patterns, one list for each fragment.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
         frozen: Names of the parameters that are not trainable. A pattern may match nothing but these, because they may
             become trainable later; a list that matches no trainable parameter makes no fragment.
-
-    Returns:
-        The fragments. Every parameter is in exactly one of them.
-
-    Raises:
-        ValueError: If there are no parameters, or fewer than fragments, the name is unknown, a pattern matches nothing,
-            two patterns claim one parameter, or a parameter is left out.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -147,23 +135,12 @@ def _is_list(value: Any) -> bool:
 
 
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
-    """Finds the repeated blocks of a model from the names of its parameters.
+    """Finds the repeated blocks of a model from the names of its parameters, in order; none if there are none.
 
     A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
     when at least two of its children are alike and these hold at least half of its parameters. The blocks are the
     children that are alike in the outermost stacks that count. A child that holds nothing but vectors, such as a
     normalisation between two linear layers, belongs to the block before it.
-
-    Args:
-        parameters: The parameters of the model in the order of ``named_parameters()``.
-
-    Returns:
-        The names in each block, in the order in which the blocks first appear. Empty if there are none.
-
-    Examples:
-        >>> names = ["embedding.weight", "layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
-        >>> find_blocks([Parameter(name, nbytes=4) for name in names])
-        [['layers.0.weight', 'layers.0.bias'], ['layers.1.weight', 'layers.1.bias']]
     """
     vectors = {parameter.name for parameter in parameters if parameter.ndim < 2}
     return _blocks_below("", [parameter.name for parameter in parameters], vectors)

@@ -21,8 +21,6 @@ from lightning_sdiloco.memory import new_vector
 
 
 class Encoded(NamedTuple):
-    """An outer gradient as it is sent."""
-
     payloads: list[Tensor]
     memory: Tensor | None
     tuning: Tensor | None = None
@@ -60,7 +58,6 @@ class AllReduce:
         return numel
 
     def encode(self, gradient: Tensor, memory: Tensor | None, tuning: Tensor | None = None) -> Encoded:
-        """Encodes the outer gradient of a shard for every group."""
         encoded = self._encode(gradient, memory, tuning)
         return encoded._replace(payloads=encoded.payloads * self.groups)
 
@@ -226,7 +223,6 @@ def _padded(values: Tensor, numel: int) -> Tensor:
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """Returns the payload where there are no values."""
     return like.new_empty(0, dtype=torch.uint8)
 
 
@@ -335,7 +331,6 @@ class TwoShot:
 
 
 def _numbers(name: str, given: Sequence[float], may_be_zero: bool) -> tuple[float, ...]:
-    """Returns plain numbers, or refuses what are none."""
     are_numbers = isinstance(given, Sequence) and all(
         isinstance(one, (int, float)) and not isinstance(one, bool) and isfinite(one) for one in given
     )
@@ -375,7 +370,6 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
 
 
 def is_two_shot(exchange: str | TwoShot, groups: int, compression: Compression) -> bool:
-    """Tells whether an exchange has two hops."""
     kind, _ = kind_and_backend(exchange)
     if kind == "auto":
         return groups > 2 and compression.suits_sums()

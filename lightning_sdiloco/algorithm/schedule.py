@@ -193,13 +193,7 @@ class LaunchSchedule(ABC):
 
 @dataclass(frozen=True)
 class Every(LaunchSchedule):
-    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is heard.
-
-    Examples:
-        >>> schedule = Every()
-        >>> schedule.due(schedule.start(Schedule(sync_every=100, overlap_steps=5, fragments=2)), 150)
-        (1,)
-    """
+    """Launches every fragment every ``sync_every`` inner steps: the schedule itself, whatever is heard."""
 
     def start(self, schedule: Schedule) -> Mapping[str, Any]:
         return {"sync_every": schedule.sync_every, "fragments": schedule.fragments}

@@ -44,17 +44,10 @@ _CHUNK_ON_DEVICE = 1 << 23
 
 
 def digest(values: Tensor, start: int = 0) -> int:
-    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64.
+    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64, signed.
 
     A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
-    Digests of consecutive shards add up to the digest of the whole, so that a group can combine those of its ranks.
-
-    Args:
-        values: A tensor of any shape and dtype.
-        start: Position of its first word in the whole.
-
-    Returns:
-        A signed 64-bit number.
+    Digests of consecutive shards, which begin at ``start`` in the whole, add up to that of the whole.
 
     Examples:
         >>> whole = torch.arange(10.0)
@@ -176,12 +169,10 @@ class Count(NamedTuple):
 
 
 def plain(controls: Sequence[Control]) -> Count:
-    """Counts once every group whose values are finite."""
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
 def trained(controls: Sequence[Control]) -> Count:
-    """Counts once every group that trained, whether its values are finite or not."""
     return Count({group: 1.0 for group, control in enumerate(controls) if control.weight})
 
 
@@ -237,18 +228,6 @@ class Aggregation(Weighing):
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
         guard: A group is left out when its norm is more than this many times the median of its last ones; with None,
             none is. If all groups are that far off, the training has changed, and none is at fault.
-
-    Examples:
-        >>> long = Control(0, 100, 0, weight=100, digest=0, norm_squared=16.0, changed=0, finite=True)
-        >>> late = long._replace(weight=50, norm_squared=1.0)
-        >>> idle = long._replace(weight=0)
-        >>> Aggregation().count([long, long, idle]).factors
-        {0: 1.0, 1: 1.0}
-        >>> Aggregation(clip_norm=3.0).count([long, late, late]).factors
-        {0: 1.125, 1: 0.75, 2: 0.75}
-        >>> norms = [[4.0] * 4] * 2
-        >>> Aggregation(guard=5.0).count([long, long._replace(norm_squared=900.0)], norms)
-        Count(factors={0: 1.0}, outlying=(1,))
     """
 
     clip_norm: float | None = None
@@ -288,26 +267,13 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
 
 
 class Absences:
-    """Counts how often in a row every group was left out because its values were not finite.
-
-    Args:
-        groups: Number of worker groups.
-
-    Examples:
-        >>> absences = Absences(groups=2)
-        >>> for step in (100, 150, 200):
-        ...     absences.count(launched_at=step, landed_at=step + 5, left_out=(1,))
-        Traceback (most recent call last):
-        ...
-        lightning_sdiloco.errors.AgreementError: The outer gradient of worker group 1 was not finite 3 times ...
-    """
+    """Counts how often in a row every group was left out because its values were not finite; too often is an error."""
 
     def __init__(self, groups: int) -> None:
         self._in_a_row = [0] * groups
         self._recovered_at = [0] * groups
 
     def count(self, launched_at: int, landed_at: int, left_out: Sequence[int]) -> None:
-        """Counts the absences of one landing."""
         for group in range(len(self._in_a_row)):
             if group not in left_out:
                 self._in_a_row[group] = 0
@@ -325,10 +291,8 @@ class Absences:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the counts."""
         return {"left_out_in_a_row": list(self._in_a_row), "recovered_at": list(self._recovered_at)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
         self._in_a_row = list(state["left_out_in_a_row"])
         self._recovered_at = list(state["recovered_at"])

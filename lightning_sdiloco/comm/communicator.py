@@ -85,17 +85,9 @@ class Communicator:
         return [decode(part[:size].cpu().numpy().tobytes()) for part, size in parts]
 
     def attempt(self, act: Callable[[], Any]) -> list[Outcome]:
-        """Does something on all ranks, and returns what came of it on each, in the order of the ranks.
+        """Does something on all ranks that returns a plain value; returns what came of it on each, in order.
 
         So no rank goes on, and waits for the others, where one of them has failed.
-
-        Args:
-            act: Returns a plain value; see `encode`.
-
-        Examples:
-            >>> [outcome] = Communicator().attempt(lambda: int("one"))
-            >>> outcome.failure[0], outcome.text
-            ('ValueError', "invalid literal for int() with base 10: 'one'")
         """
         try:
             own = Outcome(act())
@@ -106,7 +98,6 @@ class Communicator:
         return every
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites a tensor with that of the first rank."""
         if self.size == 1:
             return
         staged = self._staged(tensor).contiguous()

@@ -23,8 +23,6 @@ Posted = TypeVar("Posted")
 
 
 class Unanswered(Exception):
-    """A worker group did not answer."""
-
     def __init__(self, group: int | None, reason: str) -> None:
         super().__init__(f"{'one of the other worker groups' if group is None else f'worker group {group}'} {reason}")
         self.group = group
@@ -244,7 +242,6 @@ def _packed(length: int, rate: float) -> Tensor:
 
 
 def _unpacked(head: Tensor) -> tuple[int, float]:
-    """Returns what `_packed` was given, the rate in whole kB/s."""
     word = int(head.view(torch.int64))
     return word & (1 << _LENGTH_BITS) - 1, (word >> _LENGTH_BITS) * _UNIT
 
@@ -257,12 +254,6 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
     Messages wait in a table until all groups have taken them. Collecting before all groups have posted is an error
     rather than a wait: there is nobody to wait for.
-
-    Examples:
-        >>> one, other = InProcessExchange.connect(2)
-        >>> posted = [group.post([torch.tensor([i], dtype=torch.uint8)] * 2) for i, group in enumerate((one, other))]
-        >>> [message.tolist() for message in one.collect(posted[0], deadline=0.0)]
-        [[0], [1]]
     """
 
     def __init__(self, group: int, groups: int, table: dict[int, dict[int, Sequence[Tensor]]]) -> None:
@@ -271,7 +262,6 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
 
     @staticmethod
     def connect(groups: int) -> list["InProcessExchange"]:
-        """Makes the exchanges of all groups, in their order."""
         table: dict[int, dict[int, Sequence[Tensor]]] = defaultdict(dict)
         return [InProcessExchange(group, groups, table) for group in range(groups)]
 
@@ -313,17 +303,7 @@ class DeviceBackend(NamedTuple):
 
 
 def nccl_on(device: torch.device) -> DeviceBackend:
-    """Returns NCCL as the backend for a device.
-
-    Raises:
-        ValueError: If NCCL does not take tensors of the device, or this torch has no NCCL.
-
-    Examples:
-        >>> nccl_on(torch.device("cpu"))
-        Traceback (most recent call last):
-        ...
-        ValueError: exchange='...:nccl' was given, and this rank trains on cpu: NCCL joins CUDA devices only. ...
-    """
+    """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch without it."""
     if device.type != "cuda":
         raise ValueError(
             f"exchange='...:nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
@@ -348,15 +328,11 @@ class DeviceExchange(Exchange[_OnDevice]):
     """Sends from the device of each group to that of each other group; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
+    Nobody else may use its process group: the backend matches messages by the order in which ranks post them.
 
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
     it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
     whoever waits for it would otherwise wait for the slowest group, without a bound.
-
-    Args:
-        process_group: One rank of each worker group, in the order of the groups, over a backend that takes tensors of
-            the device. Nobody else uses it: the backend matches messages by the order in which ranks post them.
-        device: The device of this rank.
     """
 
     learns_sizes = False

@@ -50,8 +50,6 @@ _REMEMBERED = 8
 
 
 class Counters(NamedTuple):
-    """Tells what a connection has sent so far."""
-
     nbytes: int
     packets: int
     sent_again: int
@@ -96,7 +94,6 @@ class Connection(NamedTuple):
         return found
 
     def counters(self) -> Counters:
-        """Returns what the kernel has counted."""
         told = self._with(lambda opened: opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         if len(told) < _INFO_BYTES:
             raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
@@ -146,18 +143,6 @@ class Pace:
 
     Attributes:
         bytes_per_s: Over all connections together; None: as fast as their congestion control allows.
-
-    Examples:
-        >>> pace = Pace()
-        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=4e6))
-        >>> pace.bytes_per_s
-        5000000.0
-        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.1, lost=0.0, delivered=4e6))
-        >>> round(pace.bytes_per_s)
-        4545455
-        >>> pace.learn(Sent(nbytes=4_000_000, seconds=1.0, queued_s=0.0, lost=0.0, delivered=4e6))
-        >>> round(pace.bytes_per_s)
-        4590909
     """
 
     def __init__(self) -> None:

@@ -26,13 +26,6 @@ STAGES = 3
 class GroupLayout:
     """Assigns the ranks of a world to worker groups: consecutive ranks form a group.
 
-    Args:
-        world_size: Number of ranks.
-        worker_groups: Number of worker groups (M in the paper).
-
-    Raises:
-        ValueError: If the world cannot be split into that many groups of equal size.
-
     Examples:
         >>> layout = GroupLayout(world_size=4, worker_groups=2)
         >>> layout.group_size, layout.group_of(3), layout.group_rank_of(3)
@@ -59,7 +52,6 @@ class GroupLayout:
         return self.world_size // self.worker_groups
 
     def group_of(self, rank: int) -> int:
-        """Returns the worker group of a rank."""
         return rank // self.group_size
 
     def group_rank_of(self, rank: int) -> int:
@@ -67,7 +59,6 @@ class GroupLayout:
         return rank % self.group_size
 
     def worker_group_ranks(self) -> list[list[int]]:
-        """Returns the ranks of every group."""
         return [list(range(g * self.group_size, (g + 1) * self.group_size)) for g in range(self.worker_groups)]
 
     def shard_groups(self) -> list[list[int]]:
@@ -178,7 +169,6 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the world."""
         return self.ranks[self.group_rank]
 
     def is_stale(self) -> bool:
@@ -271,12 +261,10 @@ _meshes: dict[Any, tuple[Any, Any]] = {}
 
 
 def is_connected() -> bool:
-    """Returns whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def world() -> Communicator:
-    """Returns a communicator of all ranks of the default process group."""
     return Communicator(dist.group.WORLD)
 
 
@@ -293,8 +281,6 @@ def store() -> Any:
 def _exchanges(
     rank: int, layout: GroupLayout, gloo: SharedGloo, timeout: timedelta, on_device: DeviceBackend | None
 ) -> tuple[Exchange[Any], Exchange[Any], Exchange[Any], Exchange[Any]]:
-    """Makes the exchanges for control vectors, progress, outer gradients, and the means of the second hop."""
-
     def process_group(backend: str | SharedGloo) -> dist.ProcessGroup:
         return _own(rank, layout.shard_groups(), backend, 2 * timeout)
 

@@ -75,8 +75,6 @@ class Saved(NamedTuple):
 
 
 class Restart(NamedTuple):
-    """Holds what rounds start anew from."""
-
     parameters: dict[str, OuterParameter]
     buffers: dict[str, Tensor]
     counts: dict[str, int]
@@ -131,7 +129,6 @@ def read_groups(path: str, header: Mapping[str, Any]) -> list[list[State | None]
 
 
 def has_rank(path: str, header: Mapping[str, Any], rank: int) -> bool:
-    """Returns whether the file of a rank exists."""
     filesystem, folder = _folder(path, follow=True)
     return bool(filesystem.exists(f"{folder}/{header['save']}/rank_{rank:05d}.pt"))
 
@@ -199,7 +196,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restores what `random_state` returned."""
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -334,7 +330,6 @@ def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Writte
 
 
 def require_processes(topology: Topology) -> None:
-    """Refuses to save worker groups that are simulated in one process."""
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
             "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
@@ -350,7 +345,6 @@ def write_own(
     inner_optimizers: Sequence[Optimizer],
     **others: Any,
 ) -> Saved:
-    """Writes what `read_own` reads. All ranks must call it."""
     optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
     own = {"engine": state, "optimizer_states": optimizer_states, "random": random_state(), **others}
     return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
@@ -364,7 +358,6 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
-    """Saves an engine; see `StreamingDiLoCo.save`. All ranks must call it."""
     saved = write_own(path, topology, settings, state, inner_optimizers)
 
     def write() -> None:
@@ -543,8 +536,6 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
 
 
 def _mean_of(groups: Sequence[State]) -> State:
-    """Returns the state of a rank with the mean, over the groups, of its outer parameters, momentum and buffers."""
-
     def mean(values: Sequence[Any]) -> Any:
         is_mean = isinstance(values[0], Tensor) and values[0].is_floating_point()
         return torch.stack(list(values)).mean(dim=0) if is_mean else values[0]

@@ -98,7 +98,6 @@ class DroppingLoader:
 
     @property
     def batch_sampler(self) -> Any:
-        """The batch sampler of the loader."""
         return getattr(self.loader, "batch_sampler", None)
 
     @property
@@ -140,7 +139,6 @@ class DroppingLoader:
         return self._clock()
 
     def _note(self, row: list[float]) -> None:
-        """Notes when each micro-batch of an inner step was done, and when the step was over."""
         if len(row) == self.drop.micro_batches and self.trained:
             self._table.append(row)
         if len(self._table) == _WARMUP:
@@ -149,7 +147,6 @@ class DroppingLoader:
             self._table = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns where it is, and the state of the loader if that has one."""
         return {
             "position": self._position,
             "trained": self.trained,

@@ -65,8 +65,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Counts:
-    """Counts what happened so far; see `StreamingDiLoCo.report`."""
-
     inner_steps: int = 0
     launches: int = 0
     landings: int = 0
@@ -602,7 +600,6 @@ def _last(means: Iterator[GroupMean | None]) -> GroupMean:
 
 
 def _warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int:
-    """Returns how many inner steps the warm-up of a resumed run has."""
     steps, was = state["counts"]["inner_steps"], int(state["warmup_steps"])
     if steps == 0 or given == was:
         return given

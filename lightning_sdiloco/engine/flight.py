@@ -212,7 +212,6 @@ class Synchronizer:
         return Control.merged(list(map(Control.unpacked, ranks))).packed()
 
     def _count(self, controls: Sequence[Control], launch: Launch) -> Count:
-        """Returns how much each group counts."""
         if launch.leg:
             # Where groups are has a mean, whether they have trained or not.
             return Count({group: 1.0 for group in launch.leg if controls[group].finite})
@@ -365,7 +364,6 @@ def reported(
     norm: float,
     spans: Mapping[str, Span],
 ) -> Landing:
-    """Returns what can be told of a flight before it has landed."""
     return Landing(
         fragment=fragment,
         launched_at=step,
@@ -416,7 +414,6 @@ def finite_mean(rows: Tensor, outer: Tensor | None) -> Tensor:
 
 
 def norm_squared(gradient: Tensor) -> float:
-    """Returns the squared norm of a shard of an outer gradient, as control vectors carry it."""
     return float(torch.linalg.vector_norm(gradient)) ** 2
 
 
@@ -487,13 +484,10 @@ class Pending(Generic[Result]):
 
     @property
     def seconds(self) -> float:
-        """How long the work took, from its start to its end, once it has a result."""
         return self._ended - self._started
 
 
 class Background(ABC):
-    """Runs work in stages."""
-
     @abstractmethod
     def start(self, work: Work[Result]) -> Pending[Result]:
         """Starts work. Every stage takes work in the order of its start."""
@@ -519,7 +513,6 @@ class ThreadBackground(Background):
         weakref.finalize(self, self._first.put, None)
 
     def start(self, work: Work[Result]) -> Pending[Result]:
-        """Hands work to the worker threads."""
         pending = Pending(work, self._streams and self._streams.mark())
         self._first.put(pending)
         return pending
@@ -536,7 +529,6 @@ _Queue = queue.SimpleQueue["Pending[Any] | None"]
 
 
 def _serve(own: _Queue, following: _Queue | None, streams: "_Streams | None") -> None:
-    """Runs one stage of whatever comes."""
     torch.set_grad_enabled(False)
     while (pending := own.get()) is not None:
         goes_on = pending.advance() if streams is None else streams.advance(pending)
@@ -548,8 +540,6 @@ def _serve(own: _Queue, following: _Queue | None, streams: "_Streams | None") ->
 
 
 class _Streams:
-    """Knows the side stream of an accelerator."""
-
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device)
         self._side = self._module.Stream(device=device)
@@ -580,7 +570,6 @@ class InlineBackground(Background):
         return [lambda device: InlineBackground(started, groups) for _ in range(groups)]
 
     def start(self, work: Work[Result]) -> Pending[Result]:
-        """Runs the first stage at once."""
         together = self._all[self._count]
         pending = _Inline(work, together)
         together.append(pending)
@@ -589,8 +578,7 @@ class InlineBackground(Background):
         self._count += 1
         return pending
 
-    def close(self) -> None:
-        """Does nothing."""
+    def close(self) -> None: ...
 
 
 class _Inline(Pending[Result]):
@@ -615,23 +603,13 @@ class _Inline(Pending[Result]):
 
 @dataclass(frozen=True)
 class Flight:
-    """A fragment in flight."""
-
     launch: Launch
     pending: Pending[Arrival]
     launched: Span
 
 
 def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes what a flight tells, in the training thread, once it has landed after an inner step.
-
-    Args:
-        told: What the flight told.
-        launch: When it was launched.
-        wait: When the training thread began to wait for it, and when its result was there.
-        seconds: How long it was in flight.
-        step: The inner step of the landing.
-    """
+    """Completes what a flight tells, in the training thread; ``seconds`` is how long the flight took."""
     launched, (began, arrived) = launch[1], wait
     ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
     spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
@@ -673,7 +651,6 @@ class StepClock:
 
     @property
     def seconds(self) -> float:
-        """Seconds of an inner step; 0 if none is known."""
         return self._seconds or (median(self._last) if self._last else 0.0)
 
 
@@ -703,7 +680,6 @@ class LinkRate:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes that it carries to each receiver in a second; 0 if that is not known."""
         return self.fixed or max(self.last, default=0.0)
 
 
@@ -712,6 +688,7 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
     A message travels once its receiver has posted its own. Who waits for it learns when it came, but not if it was
     there already when the wait began, or with the word that its group has launched: an encoding lies between the two.
+    Then it is NaN.
 
     Args:
         posted: When this rank posted its own messages.
@@ -719,9 +696,6 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
         launched: When it learned that all groups have launched.
         ended: When their messages were there.
         encoding: How long this rank encoded its own.
-
-    Returns:
-        The seconds; NaN where they cannot be told.
 
     Examples:
         >>> on_link(posted=1.0, began=1.0, launched=0.0, ended=3.0, encoding=0.5)
@@ -756,15 +730,7 @@ def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tenso
 def _diagnosed(
     loss: Tensor, agreement: Tensor, launch: Launch, state: Mapping[str, Any], in_group: Communicator
 ) -> Diagnostics:
-    """Tells how far the groups agree. In-group collective.
-
-    Args:
-        loss: Squared norms of what the compression lost of the shard, and of the shard.
-        agreement: What `_agreement` returned.
-        launch: The launch.
-        state: The state of the outer optimizer after the step.
-        in_group: The ranks of the group.
-    """
+    """Tells how far the groups agree, after the outer step made this state. In-group collective."""
     # What torch's optimizers call the running mean of their gradients.
     kept = next((state[name] for name in ("momentum_buffer", "exp_avg") if isinstance(state.get(name), Tensor)), None)
     moved = [launch.gradient, launch.outer] + ([] if kept is None else [kept.to(launch.outer.device)])

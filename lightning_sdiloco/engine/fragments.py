@@ -59,8 +59,6 @@ Span = tuple[float, float]
 
 
 class Purpose(Enum):
-    """What a flight is for."""
-
     ROUND = auto()
     """An outer step."""
     MEAN = auto()
@@ -219,7 +217,6 @@ class FragmentBuffers:
         self._travelling = -1
 
     def snapshot(self) -> list[Tensor]:
-        """Returns copies of the local buffers, as float32."""
         return [buffer.detach().to(torch.float32, copy=True) for buffer in self._local]
 
     def changed(self, snapshot: list[Tensor]) -> int:
@@ -241,7 +238,6 @@ class FragmentBuffers:
         self._travelling = changed
 
     def mix(self, mixing: float, indices: Iterable[int]) -> None:
-        """Mixes some of the outer buffers into the local ones."""
         for index in indices:
             local, outer = self._local[index], self.outer[index]
             if mixing:
@@ -250,16 +246,13 @@ class FragmentBuffers:
             mix(local, outer, mixing)
 
     def write(self) -> None:
-        """Overwrites all local buffers with the outer ones."""
         self.mix(0.0, range(len(self._local)))
 
     def write_values(self, values: Mapping[int, Tensor]) -> None:
-        """Overwrites local buffers with other values, by index."""
         for index, buffer in values.items():
             self._local[index].copy_(buffer)
 
     def named(self) -> dict[str, Tensor]:
-        """Returns the outer buffers by name."""
         return dict(zip(self.names, self.outer, strict=True))
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,7 +264,6 @@ class FragmentBuffers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; copies the tensors."""
         pairs = zip(state["buffers"], self.outer, strict=True)
         self.outer = [values.to(own.device, copy=True) for values, own in pairs]
         self._travelling = state["travelling"]
@@ -340,7 +332,6 @@ class FragmentState:
         self._prefetched: Callable[[], Tensor] | None = None
 
     def prefetch(self) -> None:
-        """Starts to load the outer parameters of the shard, for the launch that comes next."""
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
@@ -399,7 +390,6 @@ class FragmentState:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
 
     def take_local(self) -> None:
-        """Takes the local values for the outer ones."""
         self._prefetched = None
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
         self.buffers.outer = self.buffers.snapshot()
@@ -410,11 +400,9 @@ class FragmentState:
         self.anchor, self.twin = None if self.shares else self.outer.values, None
 
     def load(self, stored: Tensor | None) -> Tensor | None:
-        """Returns a stored tensor on the device, if there is one."""
         return None if stored is None else self.storage.load(stored)
 
     def store(self, values: Tensor | None) -> Tensor | None:
-        """Stores a tensor of the device, if there is one."""
         return None if values is None else self.storage.store(values)
 
     def load_outer(self) -> Tensor:
@@ -449,7 +437,6 @@ class FragmentState:
         return gathered
 
     def write(self, gathered: Tensor, buffers: Mapping[int, Tensor]) -> None:
-        """Writes other values into the model."""
         self.layout.write(self.storage.load(gathered))
         self.buffers.write_values(buffers)
 
@@ -491,7 +478,6 @@ class FragmentState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned; copies the tensors."""
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, OuterState.of(state))
         self.buffers.load_state_dict(state)

@@ -61,11 +61,7 @@ class OuterStorage:
         return stored
 
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Starts to load a stored tensor, beside what the calling thread has given the device so far.
-
-        Returns:
-            What returns the tensor, for the stream that is current then. It must not be written to.
-        """
+        """Starts to load a tensor beside what this thread gave the device; returns what waits for it and returns it."""
         return lambda: stored
 
 
@@ -124,8 +120,6 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 
 class OuterState(NamedTuple):
-    """Holds the outer state of a fragment: that of this rank's shard."""
-
     values: Tensor
     state: dict[str, Any]
     rounds: int
@@ -371,15 +365,8 @@ class Rates:
 
     They are looked up rather than stepped through, because the fragments of a round step one after the other.
 
-    Args:
-        optimizer: The outer optimizer. It is only read.
-        make: From an optimizer to a torch scheduler, which is stepped once a round; None: nothing changes.
-
     Attributes:
         described: A text that is the same on all ranks if and only if the first rounds of the schedule are.
-
-    Raises:
-        ValueError: If ``make`` returns something that is no scheduler, or one that needs more than the count of rounds.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -439,7 +426,7 @@ class _Carrier(Optimizer):
         super().__init__(groups, dict(optimizer.defaults))
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: there is nothing to step."""
+        ...
 
 
 def _copied(optimizer: Optimizer) -> Groups:

@@ -168,7 +168,7 @@ class Rounds:
     # Algorithm 2
 
     def join(self, step: int) -> None:
-        """Does nothing: all groups begin together."""
+        """All groups begin together."""
 
     def trained(self, micro_batches: int, samples: int) -> None:
         """Counts an inner step (line 4): all micro-batches weigh the same."""
@@ -215,7 +215,6 @@ class Rounds:
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def _counted_in_rounds(self, step: int) -> int:
-        """Counts an inner step as a schedule of launches does."""
         return step - self.began_at - self.schedule.warmup_steps
 
     def start(self, launch: Launch, began: float) -> None:
@@ -343,13 +342,8 @@ class Rounds:
     ) -> Iterator[Received | None]:
         """Flies every fragment, a few at a time, for the plain mean of the local values.
 
-        Args:
-            step: The inner step.
-            receive: Waits for a flight, and takes what it brings.
-            ends: Whether training ends with it, so that it takes along what was requested.
-
-        Yields:
-            What was received, or None, after every launch, so that groups in one process can take turns.
+        ``receive`` waits for a flight and takes what it brings; that, or None, is yielded after every launch, so that
+        groups in one process can take turns. Where training ends, flights take along what was requested.
         """
         is_start = not self.settings.shares or 0 < step - self.began_at < self.schedule.warmup_steps
         purpose, flying = Purpose.START if is_start else Purpose.MEAN, self.flights if ends else list[Flight]()
@@ -366,11 +360,9 @@ class Rounds:
             yield receive(flying.pop(0))
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Takes the mean of all local values for the outer ones."""
         return self.average_now(step, lambda flight: self._landed(flight, step), ends=True)
 
     def land_all(self, step: int) -> Iterator[Landing]:
-        """Lands what is in flight, in the order of the launches."""
         while self.flights:
             yield self._landed(self.flights.pop(0), step)
 
@@ -379,7 +371,7 @@ class Rounds:
         return iter(())
 
     def close(self) -> None:
-        """Lets the memory go that waits for the next flight: there is none."""
+        """No flight comes for which to keep memory."""
         self._spare = None
 
     # Checkpoints
@@ -398,7 +390,6 @@ class Rounds:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what is in flight."""
         return {"flights": [flight.launch.state_dict() for flight in self.flights]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -408,7 +399,6 @@ class Rounds:
             self.start(Launch.of(saved, outer, self._deadline()), began)
 
     def records(self) -> dict[str, Any]:
-        """Returns the records of the fragments as plain values, and tensors on the host."""
         return {
             "rounds_began_at": self.began_at,
             "described": self.described(),
@@ -419,7 +409,6 @@ class Rounds:
 
     @torch.no_grad()
     def load_records(self, state: dict[str, Any]) -> None:
-        """Restores what `records` returned."""
         require_same_fragments(self.fragments, state["fragments"])
         for what, now in self.described().items():
             if state["described"][what] != now:

@@ -215,17 +215,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
 
 
 def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec]:
-    """Divides a parameter so that every value is exchanged by exactly one rank, also where several hold it.
-
-    Args:
-        shape: Shape of the whole parameter.
-        ranks: What every rank of a group holds.
-
-    Returns:
-        One spec per rank.
-
-    Raises:
-        ValueError: If the ranks together do not hold the whole parameter.
+    """Divides a parameter so that one rank exchanges each value, also where several hold it; a spec per rank.
 
     Examples:
         >>> [spec.length for spec in divided([5], [[[(0, 3)]], [[(3, 5)]]])]
@@ -303,11 +293,7 @@ class OuterParameter(NamedTuple):
 
 
 def to_parameters(fragment: Mapping[str, Any], shards: Sequence[OuterState]) -> dict[str, OuterParameter]:
-    """Splits the shards of a fragment into its parameters.
-
-    Args:
-        fragment: What `FragmentLayout.state_dict` says.
-        shards: All shards of the fragment, in the order of the ranks.
+    """Splits the shards of a fragment, in the order of the ranks, into its parameters.
 
     Examples:
         >>> shards = [OuterState(torch.tensor(part), {}, rounds=3) for part in ([1.0, 2.0], [4.0, 0.0])]
@@ -405,7 +391,6 @@ class FragmentLayout(ABC):
         return OuterState(values, state, max(parameter.rounds for parameter in parameters))
 
     def read(self) -> Tensor:
-        """Copies the shard out of the parameters."""
         return self.shard_of(self.held)
 
     def negated_gradients(self, zeros: Tensor) -> Tensor:
@@ -440,7 +425,6 @@ class FragmentLayout(ABC):
         return parts
 
     def write(self, gathered: Tensor) -> None:
-        """Overwrites the parameters."""
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             parameter.copy_(values)
 
@@ -467,7 +451,6 @@ class FragmentLayout(ABC):
                 parameter.grad = like(parameter, values.to(parameter.dtype))
 
     def shift(self, moved: Tensor) -> None:
-        """Moves the parameters."""
         for parameter, by in zip(self.held, self.split(moved), strict=True):
             if parameter.dtype == by.dtype:
                 parameter.add_(by)
@@ -482,7 +465,6 @@ class FragmentLayout(ABC):
                 parameter.copy_(values[name].view(parameter.shape))
 
     def is_finite(self) -> bool:
-        """Tells whether everything that this rank holds is finite."""
         return all(bool(parameter.isfinite().all()) for parameter in self.held)
 
 
@@ -594,7 +576,6 @@ def layouts_of(
 
 
 def _padded(values: Tensor, length: int) -> Tensor:
-    """Copies a vector, with zeros at its end."""
     padded = values.new_zeros(length)
     padded[: values.numel()] = values
     return padded

@@ -154,7 +154,6 @@ def agreed_fragments(
 
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
-    """Cuts a model into fragments."""
     _require_initialised(model)
     parameters = trainable(model)
     _require_real(parameters)
