@@ -1,0 +1,743 @@
+"""The rules of a hub and of a site, each with a known answer."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.backup_workers import BACKUP, Case, Play
+from lightning_sdiloco import DynamicBackup, Federation
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Malformed, Refused
+from lightning_sdiloco.federation import (
+    ANCHOR_EVERY,
+    RETENTION,
+    All,
+    Answer,
+    Beat,
+    Call,
+    Charter,
+    ChosenQuorum,
+    Contribution,
+    Follower,
+    Founding,
+    Hello,
+    InProcessHub,
+    Ledger,
+    MergeAction,
+    Payload,
+    Position,
+    Record,
+    Standing,
+    StateHeader,
+    Terms,
+    Timing,
+    Welcome,
+    chosen,
+    quorum_of,
+)
+from lightning_sdiloco.federation.journal import History, Quorums
+from tests.own_quorum import Core
+
+TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
+CHARTER, DIGEST, STEPS = "00" * 32, 7, 30
+CORE = ChosenQuorum("tests.own_quorum.Core", {"core": ["a", "b"]})
+MIX, DROP, CARRY, TAKE = MergeAction.MIX, MergeAction.DROP, MergeAction.CARRY, MergeAction.TAKE
+
+
+def life(number: int = 1) -> str:
+    return f"{number:016x}"
+
+
+def own(
+    site: str = "a", round: int = 1, *, weight: int = 100, digest: int = DIGEST, born: int = 1, **other: Any
+) -> Contribution:
+    payload = Payload(f"{ord(site[0]):02x}{round:02x}{born:02x}" + "0" * 58, 8)
+    return Contribution(0, round, site, life(born), CHARTER, weight, digest, (payload,), **other)
+
+
+def record(round: int, *counted: Contribution, previous: str = CHARTER, final: bool = False) -> Record:
+    counted = tuple(replace(each, previous=previous) for each in counted)
+    return Record(round - 1, 0, round, previous, counted, final=final)
+
+
+def chain(*rounds: Contribution) -> list[Record]:
+    """Records of one fragment, each of one contribution."""
+    found: list[Record] = []
+    for number, counted in enumerate(rounds, 1):
+        found.append(record(number, counted, previous=found[-1].key if found else CHARTER))
+    return found
+
+
+def anchor(*records: Record, digest: int = DIGEST) -> StateHeader:
+    return StateHeader((records[-1].position if records else Position(0, CHARTER),), (digest,))
+
+
+RECORDS = chain(*[own("b", round) for round in range(1, 31)])
+
+# A hub
+
+
+def hello(made: Ledger, site: str, born: int = 1, now: float = 0.0) -> Welcome:
+    return made.hello(Hello("run", site, life(born), CHARTER, tuple(made.closed)), now)
+
+
+def beat(made: Ledger, site: str, now: float, born: int = 1, applied: int | None = None) -> None:
+    rounds = tuple(closed.round if applied is None else applied for closed in made.closed)
+    made.beat(Beat(site, life(born), True, rounds), now)
+
+
+def come(made: Ledger, sites: str, now: float = 0.0, born: int = 1) -> None:
+    for site in sites:
+        hello(made, site, born, now)
+        beat(made, site, now, born)
+
+
+def ledger(sites: str, quorum: Any = None, **changes: Any) -> Ledger:
+    made = Ledger(replace(TERMS, **changes), CHARTER, 0.0, **({"quorum": quorum} if quorum else {}))
+    come(made, sites)
+    return made
+
+
+def offer(made: Ledger, *contributions: Contribution, now: float = 1.0) -> list[Answer]:
+    """Offers contributions that rest on what is closed."""
+    return [made.contribute(replace(each, previous=made.closed[0].key), each.life, now) for each in contributions]
+
+
+def close(made: Ledger, now: float = 1.0) -> list[str]:
+    """Closes what is due; returns the names that count in each round."""
+    records = made.due(now)
+    for each in records:
+        made.append(each)
+    return ["".join(one.site for one in each.counted) for each in records]
+
+
+def test_a_round_is_open_once_and_late_afterwards_and_its_record_goes_by_the_names() -> None:
+    made = ledger("ab")
+    assert offer(made, own("b"), own("b")) == [Answer.OPEN, Answer.KNOWN]
+    assert (close(made, 2.99), made.next_due(1.5)) == ([], 3.0)
+    assert offer(made, own("a"), now=2.99) == [Answer.OPEN]
+    assert made.due(2.99) == made.due(2.99) != [], "asking changes nothing"
+    assert close(made, 2.99) == ["ab"]
+    assert offer(made, own("a")) == [Answer.LATE]
+    with pytest.raises(Refused, match="rests on records that are not here"):
+        offer(made, own("a", round=3))
+    offer(made, own("a", 2), now=4.0)
+    assert close(made, 6.0) == ["a"], "the grace is over"
+
+
+def test_a_round_waits_for_the_quorum_and_for_who_lives_follows_and_has_not_skipped() -> None:
+    made = ledger("ab", quorum=All(2))
+    offer(made, own("a"))
+    assert close(made, 100.0) == []
+    come(made, "b", now=100.0)
+    offer(made, replace(own("b"), finite=False), now=100.0)
+    assert close(made, 100.0) == ["a"], "who is there makes the quorum, whether it counts or not"
+    made = ledger("ab")
+    beat(made, "a", 9.0)
+    offer(made, own("a"), now=11.0)
+    assert (close(made, 11.0), made.present(11.0)) == (["a"], ["a"]), "the lease of b was over at 10"
+    made = ledger("ab")
+    offer(made, own("a"))
+    assert (made.calls(), close(made)) == ([Call(0, 1)], [])
+    made.skip("b", life(), Call(0, 1), 1.1)
+    assert close(made, 1.1) == ["a"]
+    made = ledger("ab")
+    with pytest.raises(Refused, match="another history"):
+        made.contribute(replace(own("a"), previous="11" * 32), life(), 1.0)
+    for each in RECORDS[: RETENTION + 1]:
+        made.append(each)
+    beat(made, "a", 1.0)
+    beat(made, "b", 1.0, applied=0)
+    offer(made, own("a", RETENTION + 2))
+    assert close(made) == ["a"], "b is far behind"
+
+
+@pytest.mark.parametrize("sender", [1, 2])
+def test_a_site_is_awaited_from_its_first_launch_on_but_not_for_a_flight_of_an_earlier_life(sender: int) -> None:
+    made = ledger("a")
+    hello(made, "b", sender)
+    made.contribute(own("b"), life(sender), 1.0)
+    offer(made, own("a"))
+    assert close(made) == ["ab"]
+    offer(made, own("a", round=2), now=1.1)
+    assert len(close(made, 1.2)) == (0 if sender == 1 else 1)
+
+
+def test_the_largest_camp_counts_and_a_tie_waits_for_a_witness_and_is_an_error_that_names_the_sides() -> None:
+    made = ledger("abc")
+    offer(made, own("a"), own("b", digest=8), own("c"))
+    (found,) = made.due(1.0)
+    assert (close(made), found.left_out, found.digest) == (["ac"], (("b", "other outer parameters"),), DIGEST)
+    held = ledger("ab")
+    offer(held, own("a"), own("b", digest=8))
+    assert close(held, 5.0) == []
+    come(held, "c", now=6.0)
+    offer(held, own("c", digest=8), now=6.0)
+    assert close(held, 6.0) == ["bc"]
+    made = ledger("ab")
+    offer(made, own("a"), own("b", digest=8))
+    assert close(made, 5.0) == []
+    with pytest.raises(AgreementError, match="a hold 0000000000000007; b hold 0000000000000008"):
+        close(made, 15.0)
+    made.evict("b")
+    assert close(made, 15.0) == ["a"]
+    with pytest.raises(Refused, match="evicted"):
+        come(made, "b", now=15.0)
+    come(made, "b", now=15.0, born=2)
+    made.leave("b", life(2))
+    offer(made, replace(own("a", 2), finite=False), now=15.0)
+    with pytest.raises(AgreementError, match="No site has finite values in fragment 0: a"):
+        close(made, 50.0)
+
+
+def test_a_name_is_in_use_as_long_as_its_process_lives_and_hears_what_it_has_launched() -> None:
+    made = ledger("a")
+    with pytest.raises(Refused, match="in use by a living process"):
+        come(made, "a", now=5.0, born=2)
+    made.leave("a", life(1))
+    come(made, "a", now=5.0, born=2)
+    for refused in (lambda: beat(made, "a", 6.0, born=1), lambda: offer(made, own("x"))):
+        with pytest.raises(Refused, match="has not said hello"):
+            refused()
+    made.leave("a", life(1))
+    assert made.present(6.0) == ["a"]
+    assert made.contribute(own("a", born=1), life(2), 6.0) is Answer.OPEN, "a flight of the life before"
+    assert made.contribute(own("a", born=2), life(2), 6.0) is Answer.KNOWN
+    come(made, "a", now=16.0, born=3)  # after the lease of the one before
+    before = ledger("ab")
+    offer(before, own("a"), replace(own("b"), finite=False))
+    for each in (before, Ledger(TERMS, CHARTER, 100.0, [], [own("a")])):
+        each.leave("a", life(1))
+        assert hello(each, "a", 2, 101.0).standing == (Standing(0, life(1)),)
+        assert hello(each, "b", 1, 101.0).standing == (), "it cannot count"
+
+
+def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger() -> None:
+    before = ledger("ab")
+    offer(before, own("a"), own("b"))
+    records = before.due(1.0)
+    close(before)
+    after = Ledger(TERMS, CHARTER, 100.0, records, [replace(own("a", 2), previous=before.closed[0].key)])
+    assert (after.seq, after.closed, close(after, 101.9)) == (1, before.closed, [])
+    come(after, "b", now=101.0)
+    offer(after, own("b", 2), now=101.9)
+    assert close(after, 101.9) == ["ab"]
+    first, second, *_ = RECORDS
+    for damaged in ([second], [first, replace(second, previous=CHARTER)], [first, first]):
+        with pytest.raises(AgreementError, match="does not follow on"):
+            Ledger(TERMS, CHARTER, 0.0, damaged)
+
+
+def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_anchor_and_never_begins_afresh() -> None:
+    made = ledger("abc")
+    for each in RECORDS[:2]:
+        made.append(each)
+    for site, applied in (("a", 1), ("b", 2), ("c", 0)):
+        beat(made, site, 1.0, applied=applied)
+    assert made.source("joiner", 2.0) == "b"
+    assert made.source("joiner", 2.0, without=["b"]) == "a"
+    assert made.source("joiner", 50.0) is None
+    made = Ledger(TERMS, CHARTER, 0.0, RECORDS[:10], anchors=[anchor()])
+    assert (made.source("joiner", 50.0), made.kept) == (anchor(), (1,))
+    made.anchors.add(anchor(*RECORDS[:10]))
+    assert made.source("joiner", 50.0) == anchor(), "nobody has said yet that the new one is right"
+    for each in RECORDS[10:]:
+        made.append(each)
+    assert made.anchors.headers == [anchor(*RECORDS[:10])]
+    assert made.kept == (11,), "payloads since are kept"
+    made = Ledger(TERMS, CHARTER, 0.0, RECORDS[:1], anchors=[anchor(), anchor(*RECORDS[:1], digest=8)])
+    made.append(RECORDS[1])
+    assert made.anchors.headers == [anchor()], "the wrong one is dropped"
+    assert [made.anchors.is_due([ANCHOR_EVERY - before]) for before in (1, 0)] == [False, True]
+
+
+def test_the_last_round_is_that_of_the_charter_or_the_next_one_when_an_operator_ends_the_run() -> None:
+    last = Call(0, 1, final=True)
+    made = ledger("ab", rounds=1)
+    offer(made, own("a", exact=True))
+    assert (made.calls(), close(made, 9.0)) == ([last], []), "it waits for all who live"
+    beat(made, "a", 9.0)
+    assert [each.final for each in made.due(10.0)] == [True]
+    assert (close(made, 10.0), offer(made, own("a", 2), now=10.0)) == (["a"], [Answer.LATE])
+    made = ledger("ab")
+    offer(made, own("a"))
+    made.end()
+    assert (made.calls(), close(made, 2.99)) == ([Call(0, 1)], [])
+    assert [each.final for each in made.due(3.0)] == [False], "what is open closes as any other"
+    assert close(made, 3.0) == ["a"]
+    assert made.calls() == [Call(0, 2, final=True)]
+    made.skip("b", life(), Call(0, 2, final=True), 3.1)
+    offer(made, own("b", 2, exact=True), now=3.1)
+    assert close(made, 9.0) == []
+    offer(made, own("a", 2, exact=True), now=9.0)
+    assert [each.final for each in made.due(9.0)] == [True]
+    assert (close(made, 9.0), made.has_ended(0), made.calls()) == (["ab"], True, [])
+    exact, idle = own("a", exact=True), own("b", exact=True, weight=0)
+    for ends, sent, counted, final in (
+        (True, (exact, own("b")), "ab", False),
+        (True, (own("b"), exact), "ab", False),
+        (True, (exact, replace(own("b"), finite=False)), "a", True),
+        (True, (replace(exact, weight=0), idle), "ab", True),  # who has trained nothing since is in it too
+        (False, (exact, idle), "ab", False),
+    ):
+        made = ledger("ab")
+        if ends:
+            made.end()
+        offer(made, *sent)
+        assert [each.final for each in made.due(1.0)] == [final]
+        assert close(made) == [counted]
+        assert made.calls() == ([Call(0, 2, final=True)] if ends and not final else [])
+
+
+def test_a_run_is_founded_once_by_sites_with_one_charter() -> None:
+    charter = charter_of(1)
+    founding, first = Founding(2), Hello("run", "b", life(), charter.key, ())
+    founding.hello(first, charter)
+    with pytest.raises(ValueError, match=r"settings\.mixing is 0\.6 here and 0\.5 there"):
+        founding.hello(replace(first, site="a"), replace(charter, settings={"mixing": "0.6"}))
+    assert (founding.missing, founding.founder) == (1, "b")
+    founding.hello(replace(first, site="a"), charter)
+    assert (founding.missing, founding.founder, founding.charter) == (0, "b", charter), "who comes later founds nothing"
+    founding.gone("b")
+    assert (founding.missing, founding.founder) == (1, "a")
+
+
+# A quorum
+
+
+def history(rounds: int = RETENTION, last: int = 20, **late: float) -> list[Record]:
+    """Rounds of 30 s, in which each site is always as late."""
+    found = []
+    for number in range(last - rounds + 1, last + 1):
+        counted = [replace(own(site, number), steps=STEPS) for site, own_late in late.items() if own_late == 0.0]
+        timings = tuple(Timing(site, number, own_late, 1.0) for site, own_late in late.items())
+        found.append(replace(record(number, *counted), timings=timings))
+    return found
+
+
+def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others() -> None:
+    for sites in (3, 4, 8):
+        names, threshold = [f"s{site}" for site in range(sites)], STEPS / (sites - 1)
+        for late, awaited in ((threshold - 0.01, names), (threshold + 0.01, names[:-1])):
+            past = history(**dict.fromkeys(names[:-1], 0.0), **{names[-1]: late})
+            assert DynamicBackup(least=0.1).awaited(past, names) == awaited
+    past = history(a=0.0, b=0.0, c=20.0)
+    past[0] = replace(past[0], timings=(*past[0].timings, Timing("d", past[0].round, 0.0)))  # once, long ago
+    assert DynamicBackup(0.5).awaited(past, "dcba") == ["a", "b"]
+    assert DynamicBackup(0.75).awaited(past, "abcd") == ["a", "b", "c"]
+    assert [DynamicBackup(0.5).fewest(sites) for sites in (1, 2, 3, 8)] == [1, 1, 2, 4]
+    assert DynamicBackup(0.1).fewest(30) == 3
+    rarely = [
+        replace(one, timings=one.timings[:2]) if one.round % 3 == 0 else one for one in history(a=0.0, b=0.0, c=0.0)
+    ]
+    late = {"a": 0.0, "b": 0.0, "c": 20.0}
+    for why, known, sites, awaited in (
+        ("a stall now and then leaves nobody out", rarely, "abc", "abc"),
+        ("c is late", history(**late), "abc", "ab"),
+        ("little is known", history(RETENTION - 1, **late), "abc", "abc"),
+        ("every eighth round waits for all", history(last=23, **late), "abc", "abc"),
+        ("n has just come", history(**late), "abn", "abn"),
+        ("older than timings are", [replace(one, timings=()) for one in history(**late)], "abc", "abc"),
+    ):
+        assert "".join(DynamicBackup().awaited(known, sites)) == awaited, why
+
+
+def test_a_record_tells_how_late_each_contribution_came_and_the_seconds_of_a_step() -> None:
+    made = ledger("abc")
+    assert offer(made, own("a", steps=20), now=5.0) == offer(made, own("b", steps=20), now=5.5) == [Answer.OPEN]
+    (first,) = made.due(7.0)
+    close(made, 7.0)
+    assert first.timings == (Timing("a", 1, 0.0), Timing("b", 1, 0.5))
+    # That of b was heard before, and counted.
+    assert offer(made, own("c", steps=20), own("b", steps=20), now=9.0) == [Answer.LATE] * 2
+    offer(made, own("a", 2, steps=20), now=15.0)
+    (second,) = made.due(17.0)
+    # A step of a took half a second: 10 s for 20 of them.
+    assert second.timings == (Timing("a", 2, 0.0, 0.5), Timing("c", 1, 4.0))
+    assert Record.from_bytes(second.to_bytes()) == second
+    again = Ledger(TERMS, CHARTER, 1000.0, contributions=[own("a", steps=20)])
+    come(again, "ab", now=1000.0)
+    offer(again, own("b", steps=20), now=1001.0)
+    (first,) = again.due(1001.0)
+    assert (len(first.counted), first.timings) == (2, ()), "one came to an earlier start of the hub"
+
+
+def charter_of(quorum: int | ChosenQuorum) -> Charter:
+    return Charter("run", replace(TERMS, quorum=quorum), {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
+
+
+@dataclass(frozen=True)
+class WithATensor(Core):
+    core: Any = object()
+
+
+def test_a_quorum_stands_in_the_charter_with_its_arguments_or_is_refused() -> None:
+    assert chosen(DynamicBackup(0.25)) == ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.25})
+    charter = charter_of(chosen(DynamicBackup(0.25)))
+    assert Charter.from_bytes(charter.to_bytes()) == charter
+    assert (quorum_of(charter.terms.quorum), quorum_of(2)) == (DynamicBackup(0.25), All(2))
+    assert charter.differences(charter_of(2)) == [
+        "terms.quorum.class_path is lightning_sdiloco.DynamicBackup here and missing there",
+        "terms.quorum.init_args.least is 0.25 here and missing there",
+        "terms.quorum is missing here and 2 there",
+    ]
+    text = json.loads(charter_of(2).to_bytes())
+    assert text["terms"]["quorum"] == 2
+    values = ["DynamicBackup", {"class_path": "os"}, {"class_path": "a b.c", "init_args": {}}, {"class_path": "a.b"}]
+    for value in (0, *values):
+        text["terms"]["quorum"] = value
+        with pytest.raises(Malformed, match="quorum"):
+            Charter.from_bytes(json.dumps(text).encode())
+    made: Any = type("Made", (Core,), {"__module__": "__main__"})
+    for quorum, words in (
+        (0, "quorum=0 is out of range: it must be at least 1"),
+        (0.5, "neither a number of sites nor a Quorum"),
+        (WithATensor(), "arguments that cannot stand in the charter"),
+        (made(), "of a class that the hub cannot import: __main__.Made"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Federation("hub:1", "run", "a", insecure=True, quorum=quorum)
+    with pytest.raises(ValueError, match=r"least=1\.5 is out of range"):
+        DynamicBackup(1.5)
+
+
+def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_charter() -> None:
+    hub = InProcessHub("run", 1)
+    careful = type(hub.coordinator)("run", History(hub.journal, hub.store), 1)
+    for quorum, words in (
+        (CORE, r"tests\.own_quorum\.Core\(core=\['a', 'b'\]\).* sdiloco hub --quorum tests"),
+        (replace(CORE, class_path="os.system"), "cannot be had here"),
+        (ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 2.0}), "least=2.0 is out of range"),
+    ):
+        with pytest.raises(Refused, match=words):
+            careful.agree("a", charter_of(quorum))
+    assert careful.agree("a", charter_of(BACKUP)) == charter_of(BACKUP)
+    named = Quorums(CORE.class_path)
+    allowed = type(hub.coordinator)("run", History(hub.journal, hub.store, named), 1)
+    assert allowed.agree("a", charter_of(CORE)) == charter_of(CORE)
+    for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "no Quorum")):
+        with pytest.raises(ValueError, match=words):
+            Quorums(path)
+    for chosen_one, quorum in ((BACKUP, DynamicBackup(0.5)), (CORE, Core(["a", "b"]))):
+        hub.journal.note({"charter": charter_of(chosen_one).to_bytes()})
+        assert History(hub.journal, hub.store, named).ledger(0.0).quorum == quorum
+    with pytest.raises(ValueError, match="cannot be had here"):
+        History(hub.journal, hub.store).ledger(0.0)
+
+
+def test_a_round_closes_without_those_who_are_not_waited_for() -> None:
+    made = ledger("abc", quorum=Core(["a", "b"]))
+    offer(made, own("a"), own("b"))
+    assert close(made) == ["ab"]
+    strict = ledger("abcd", quorum=DynamicBackup(0.75))
+    offer(strict, own("a"), own("b"))
+    assert close(strict, 9.0) == [], "two of four are fewer than three"
+    offer(strict, own("c"), now=9.0)
+    assert close(strict, 9.0) == ["abc"], "the grace is over"
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    sites = draw(st.integers(1, 4))
+    each = st.lists(st.floats(0.3, 1.0), min_size=sites, max_size=sites)
+    return Case(
+        sites=sites,
+        sync_every=draw(st.integers(4, 8)),
+        overlap_steps=draw(st.integers(0, 3)),
+        stall=draw(st.floats(0.5, 40.0)),
+        share=draw(st.sampled_from([0.0, 0.1, 0.4])),
+        rounds=12,
+        quorum=draw(st.sampled_from([1, 2, BACKUP, ChosenQuorum(BACKUP.class_path, {"least": 0.2})])),
+        grace=draw(st.sampled_from([0.0, 1.0, 5.0])),
+        speeds=tuple(draw(each)),
+        delays=tuple(4 * one for one in draw(each)),
+        idles=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases())
+def test_what_was_counted_and_what_is_pending_is_what_was_trained_and_all_hold_the_same(case: Case) -> None:
+    play = Play(case).run()
+    for site in play.sites:
+        # What a record has counted is still in flight at a site where it has not landed.
+        landed = play.counted(site.name, site.follower.fragments[0].applied.round)
+        assert landed + site.pending == site.trained
+    assert [len(found) for found in play.histories.values()] == [1] * len(play.histories)
+    assert all(len(one.counted) >= quorum_of(case.quorum).fewest(1) for one in play.records)
+
+
+def test_the_same_records_decide_alike_at_every_hub() -> None:
+    play = Play(Case(sites=4, rounds=20, share=0.2, quorum=BACKUP, delays=(0.0, 0.0, 1.0, 12.0), grace=15.0)).run()
+    names = [site.name for site in play.sites]
+    for end in range(RETENTION, len(play.records)):
+        past = play.records[end - RETENTION : end]
+        read = [Record.from_bytes(one.to_bytes()) for one in past]
+        awaited = DynamicBackup().awaited(past, names)
+        assert awaited == DynamicBackup().awaited(read, names[::-1])
+    assert awaited == names[:3] or play.records[-1].round % RETENTION == RETENTION - 1
+
+
+# A site
+
+
+def follower(born: int = 1, late: MergeAction = CARRY, terms: Terms = TERMS, steps: int = 0) -> Follower:
+    """One that has founded a run, reaches the hub, and has trained."""
+    made = Follower(terms, CHARTER, "a", life(born), late=late)
+    made.found([DIGEST] * terms.fragments)
+    made.reachable = True
+    train(made, steps)
+    return made
+
+
+def train(made: Follower, steps: int) -> None:
+    for _ in range(steps):
+        made.trained(5)
+
+
+def launch(made: Follower, step: int = 20, digest: int = DIGEST, **other: Any) -> Contribution:
+    sent = made.launch(0, step, digest, own().payloads, **other)
+    assert sent is not None
+    return sent
+
+
+def launched(steps: int = 20, after: int = 3, **other: Any) -> tuple[Follower, Contribution]:
+    """One with a flight, and with what it trained after the launch."""
+    made = follower(steps=steps, **other)
+    sent = launch(made)
+    train(made, after)
+    return made, sent
+
+
+def land(made: Follower, each: Record, digest: int = DIGEST) -> tuple[MergeAction, int, int]:
+    """Lands a record; returns what is done, and the steps and samples that are held then."""
+    done = made.land(each, digest, digest + 1)
+    return done, made.fragments[0].steps, made.fragments[0].samples
+
+
+def resumed(made: Follower, born: int, late: MergeAction = CARRY, digest: int = DIGEST) -> Follower:
+    again = Follower(TERMS, CHARTER, "a", life(born), late=late)
+    again.load_state_dict(made.state_dict(), [digest])
+    return again
+
+
+def welcomed(made: Follower, *standing: Standing) -> list[int]:
+    return made.welcome(Welcome((made.fragments[0].applied,), (1,), standing))
+
+
+def test_fragments_launch_in_turn_and_land_overlap_steps_later_or_when_their_record_is_there() -> None:
+    made = follower(terms=replace(TERMS, fragments=2), steps=20)
+    assert [made.launches(step) for step in (19, 20, 29, 30)] == [[], [0], [0], [0, 1]]
+    made, sent = launched()
+    assert (made.due(23), sent.weight) == ([], 100)
+    first = record(1, sent)
+    made.learn(first)
+    assert (made.due(22), made.due(23)) == ([], [first])
+    assert land(made, first) == (MIX, 3, 15), "what was trained since stays held"
+    assert made.fragments[0].applied == first.position
+    other = follower(steps=3)
+    other.learn(RECORDS[0])
+    assert other.due(3) == [RECORDS[0]], "without a flight it lands at once"
+    assert land(other, RECORDS[0]) == (CARRY, 3, 15)
+
+
+def test_a_flight_that_came_too_late_is_carried_with_its_weight_or_dropped_once() -> None:
+    made, _ = launched()
+    assert land(made, RECORDS[0]) == (CARRY, 23, 115)
+    assert made.launches(39) == []
+    again = launch(made, 40, 8)
+    assert (again.round, again.weight) == (2, 115)
+    made, _ = launched(late=DROP)
+    assert land(resumed(made, 1, DROP), RECORDS[0]) == land(made, RECORDS[0]) == (DROP, 3, 15)
+    train(made, 2)
+    second = record(2, own("b", digest=8), previous=made.fragments[0].applied.key)
+    assert land(made, second, 8) == (CARRY, 5, 25), "what was not sent yet is carried"
+    train(made, 15)
+    launch(made, 40, 9)
+    third = record(3, own("b", digest=9), previous=made.fragments[0].applied.key)
+    for one in (made, resumed(made, 1, DROP, 9)):
+        assert land(one, third, 9)[0] is CARRY, "not twice in a row"
+
+
+def test_what_an_earlier_life_has_launched_is_not_counted_again_and_what_comes_after_it_is_kept() -> None:
+    assert land(launched(born=2)[0], record(1, own("a"))) == (TAKE, 0, 0)
+    made = follower(born=2, steps=3)
+    assert (welcomed(made, Standing(0, life(1))), made.fragments[0].steps) == ([0], 0)
+    train(made, 22)
+    made.hear(Call(0, 1))
+    assert (made.launches(22), made.skips()) == ([], []), "no other launch is taken for that round"
+    assert welcomed(made, Standing(0, life(1))) == [], "once"
+    next_one, without, apart = resumed(made, 3), resumed(made, 4), resumed(made, 5)
+    assert welcomed(next_one, Standing(0, life(1))) == []
+    for each in (made, next_one):
+        assert land(each, record(1, own("a"))) == (CARRY, 22, 110)
+        assert each.launches(22) == [0]
+    # Its checkpoint does not hold what the life before it launched.
+    assert (welcomed(without, Standing(0, life(3))), without.fragments[0].steps) == ([0], 0)
+    assert welcomed(apart) == []
+    assert apart.launches(22) == [0], "the launch no longer stands"
+    assert land(apart, RECORDS[0]) == (CARRY, 22, 110)
+    made, sent = launched()
+    assert welcomed(made, Standing(0, life())) == []
+    again = resumed(made, 2)
+    assert (welcomed(again, Standing(0, life())), again.outstanding()) == ([], [sent])
+    assert (welcomed(again, Standing(0, life(3))), again.outstanding()) == ([0], [])
+    later = resumed(made, 3)
+    first, second = chain(sent, own("a", 2, born=2))
+    later.learn(first)
+    assert later.due(20) == []
+    later.learn(second)
+    assert not later.fragments[0].has_joined
+    assert later.due(20) == [first], "at once: an earlier life counts after it"
+
+
+def test_a_checkpoint_brings_flight_and_weight_to_the_next_life_or_is_refused() -> None:
+    before, sent = launched()
+    after = resumed(before, 2)
+    assert (after.outstanding(), after.hello("run").applied) == ([sent], (Position(0, CHARTER),))
+    assert land(after, record(1, sent)) == (MIX, 3, 15)
+    assert land(resumed(before, 3), RECORDS[0]) == (CARRY, 23, 115)
+    with pytest.raises(ValueError, match="checkpoint was damaged"):
+        resumed(before, 4, digest=DIGEST + 1)
+
+
+def test_wrong_values_are_found_at_the_launch_and_at_the_landing() -> None:
+    made = follower(steps=20)
+    sent = launch(made, finite=False, norm_squared=float("nan"))
+    assert sent.norm_squared == 0
+    assert land(made, RECORDS[0])[0] is TAKE, "a flight that is not finite"
+    made = follower(steps=20)
+    assert made.launch(0, 20, DIGEST + 1, own().payloads) is None
+    assert (made.follows, made.fragments[0].steps) == (False, 0)
+    (made, _), wrong = launched(), record(1, own("b", digest=8))
+    assert land(made, wrong)[0] is MergeAction.REFUSE
+    assert (made.wants_state, made.fragments[0].applied.round) == (True, 0)
+    made.found([DIGEST])
+    with pytest.raises(AgreementError, match="cannot be made again"):
+        land(made, wrong)
+
+
+def test_the_last_round_is_launched_exactly_by_the_charter_or_by_a_call_of_that_round_and_ends_the_run() -> None:
+    made, sent = launched(terms=replace(TERMS, rounds=2))
+    assert not sent.exact
+    land(made, record(1, sent))
+    train(made, 20)
+    assert made.begin(0, 40).exact
+    called = follower()
+    called.hear(Call(0, 1, final=True))
+    assert called.launches(0) == [0]
+    last = launch(called, 0)
+    assert (last.exact, last.weight, last.reason) == (True, 0, "")
+    assert resumed(called, 1).outstanding() == [last]
+    made, sent = launched()
+    made.hear(Call(0, 1, final=True))
+    assert (made.outstanding(), sent.exact) == ([sent], False), "what is launched before stays what it is"
+    made.hear(Call(0, 2, final=True))
+    made.learn(record(1, sent))
+    assert land(made, record(1, sent))[0] is MIX
+    assert made.launches(23) == [0]
+    assert made.begin(0, 23).exact
+    made, sent = launched()
+    final = record(1, sent, final=True)
+    made.learn(final)
+    assert land(made, final)[0] is TAKE
+    train(made, 50)
+    assert (made.launches(90), made.finished) == ([], True)
+
+
+def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> None:
+    made = follower(steps=4)
+    made.hear(Call(0, 1))
+    assert (made.launches(4), made.skips(), made.skips()) == ([], [Call(0, 1)], [])
+    train(made, 4)
+    assert made.launches(8) == [], "it stays skipped"
+    made.learn(RECORDS[0])
+    land(made, RECORDS[0])
+    made.hear(Call(0, 2))
+    assert (made.skips(), made.launches(8)) == ([], [0])
+    made.learn(RECORDS[1])
+    assert made.launches(8) == [], "the round is known to be closed"
+
+
+def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace_and_never_without_a_hub() -> None:
+    made, _ = launched()
+    assert [made.waits(*at) for at in ((38, 0.0), (39, 100.0), (39, 102.5), (39, 103.0))] == [0.0, 3.0, 0.5, 0.0]
+    assert not made.waits(45, 200.0), "it has waited once"
+    made, _ = launched()
+    made.lose(100.0)
+    assert not made.waits(60, 101.0)
+    made.lose(3700.0)
+    with pytest.raises(ExchangeError, match="patience=3600 s"):
+        made.lose(3700.1)
+
+
+def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_any_order() -> None:
+    made = follower()
+    for each in (RECORDS[1], RECORDS[0], RECORDS[1]):
+        made.learn(each)
+    assert made.due(0) == [RECORDS[0]]
+    for other in (replace(RECORDS[2], previous=CHARTER), replace(RECORDS[1], final=True)):
+        with pytest.raises(AgreementError, match="histories have parted"):
+            made.learn(other)
+    for each in RECORDS[:3]:
+        made.learn(each)
+        made.land(each, DIGEST, DIGEST)
+    made.welcome(Welcome((RECORDS[2].position,), (1,)))
+    with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, and a has applied 3"):
+        made.welcome(Welcome((RECORDS[1].position,), (1,)))
+    with pytest.raises(AgreementError, match="histories have parted"):
+        made.welcome(Welcome((replace(RECORDS[2], final=True).position,), (1,)))
+    behind = follower()
+    behind.welcome(Welcome((RECORDS[RETENTION - 1].position,), (1,)))
+    assert behind.follows
+    behind.welcome(Welcome((RECORDS[RETENTION].position,), (1,)))
+    assert behind.wants_state
+    for each in RECORDS[: RETENTION + 1]:
+        behind.learn(each)
+    assert behind.due(0) == [RECORDS[0]], "it follows records meanwhile"
+
+
+def test_a_state_is_verified_against_the_records_and_carries_what_they_have_not_counted() -> None:
+    made = Follower(TERMS, CHARTER, "a", life())
+    made.welcome(Welcome((RECORDS[11].position,), (5,)))
+    for each in RECORDS[:12]:
+        made.learn(each)
+    for offered, came, why in (
+        (anchor(*RECORDS[:10]), 8, "damaged"),
+        (anchor(*RECORDS[:10], digest=8), 8, "not what the others hold"),
+        (anchor(*RECORDS[:3]), DIGEST, "what follows is gone"),
+        (StateHeader((Position(10, CHARTER),), (DIGEST,)), DIGEST, "another history"),
+    ):
+        with pytest.raises(Refused, match=why):
+            made.adopt(offered, [came])
+    assert made.adopt(anchor(*RECORDS[:10]), [DIGEST]) == {0: TAKE}
+    assert made.due(0) == [RECORDS[10]]
+    for counted, landing, steps in (("nothing", CARRY, 23), ("an earlier life", TAKE, 0), ("the flight", MIX, 3)):
+        made, sent = launched(born=2)
+        first = sent if counted == "the flight" else own("b")
+        records = chain(first, own("a" if counted == "an earlier life" else "b", 2), own("b", 3))
+        for each in records:
+            made.learn(each)
+        assert made.adopt(anchor(*records), [DIGEST]) == {0: landing}, counted
+        assert made.fragments[0].steps == steps, counted
+    made = follower(steps=20)
+    assert made.adopt(anchor(*RECORDS[:4]), [DIGEST]) == {0: TAKE}, "nobody knows whether it was counted"
+    assert made.fragments[0].steps == 0
+
+
+def test_a_site_at_its_end_launches_all_and_leaves_when_it_is_counted() -> None:
+    made = follower(steps=2)
+    made.finish()
+    assert made.launches(2) == [0]
+    launch(made, 2)
+    made.learn(RECORDS[0])
+    assert (made.finished, made.due(2)) == (False, [RECORDS[0]]), "no step will come any more"
+    land(made, RECORDS[0])
+    assert (made.finished, made.launches(2)) == (False, [0]), "it was late, and launches again"
+    again = launch(made, 2, 8)
+    land(made, record(2, again, previous=made.fragments[0].applied.key), 8)
+    assert made.finished
