@@ -13,7 +13,6 @@ from lightning_sdiloco.planning.hub import (
     hub_link,
     largest_payload,
     through_hub,
-    way_through_hub,
 )
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.links import SharedOut, shared_out
@@ -27,7 +26,6 @@ from lightning_sdiloco.planning.planner import (
     Prediction,
     candidates,
     recommend,
-    recommend_for_all,
 )
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model

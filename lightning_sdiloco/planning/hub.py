@@ -36,17 +36,7 @@ class HubLoad(NamedTuple):
 
 
 def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
-    """Predicts what a federation sends through its hub.
-
-    Args:
-        model: The model.
-        settings: The settings of the engine.
-        groups: The sites, a worker group each.
-        link: The way from a site to the hub.
-        gbit_s: Gbit/s of the hub, in each direction.
-
-    Raises:
-        ValueError: If the bandwidth is out of its range.
+    """Predicts what a federation, whose sites are the groups, sends through a hub of so many Gbit/s each way.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
@@ -89,25 +79,6 @@ def _payloads(model: Model, settings: Settings, groups: Groups) -> list[int]:
     mixing = settings.chosen_for(groups.groups).landing.kept
     all_reduce = all_reduce_for("gather", groups.groups, settings.codec, mixing).at(0)
     return [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
-
-
-def way_through_hub(sites: int, to_hub: float, from_hub: float, round_trip: float) -> Link:
-    """Returns the way from a site to the others through their hub, as a link between worker groups.
-
-    On the way a payload goes up and those of all others come down, and two round trips pass.
-
-    Args:
-        sites: How many sites there are.
-        to_hub: Gbit/s to the hub while all sites send.
-        from_hub: Gbit/s from the hub while it sends to all.
-        round_trip: Seconds from the site to the hub and back.
-
-    Examples:
-        >>> way_through_hub(3, to_hub=0.1, from_hub=0.2, round_trip=0.01)
-        Link(gbit_s=0.1, round_trip=0.02, loss=0.0)
-    """
-    others = max(1, sites - 1)
-    return Link(others / (1 / to_hub + others / from_hub), round_trip=min(_ROUND_TRIPS * round_trip, 9.9))
 
 
 def _flight(payload: int, groups: Groups, link: Link, gbit_s: float) -> float:

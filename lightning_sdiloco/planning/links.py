@@ -25,16 +25,7 @@ class SharedOut(NamedTuple):
 
 
 def shared_out(model: Model, settings: Settings, groups: Groups, links: Sequence[float]) -> SharedOut:
-    """Predicts what parts by bandwidth bring on links that differ.
-
-    Args:
-        model: The model.
-        settings: The settings of the engine.
-        groups: The groups.
-        links: Gbit/s of the link of each group.
-
-    Raises:
-        ValueError: If there is not one positive number for each group.
+    """Predicts what parts by bandwidth bring on links that differ, given as Gbit/s for each group.
 
     Examples:
         >>> groups = Groups(step_time=1.0, groups=4)

@@ -354,21 +354,12 @@ def play(
             compression chooses by the link of its sender, it knows that link from the third flight on.
         launches: The fragments that are launched after each inner step, where that is not what the schedule says.
 
-    Returns:
-        The times of each group.
-
-    Raises:
-        ValueError: If there is not one speed for each group, or a number is out of its range.
-
     Examples:
         >>> settings = Settings(sync_every=10, overlap_steps=2, compression="fp32")
         >>> method = Streaming(Model.of_size(10**6, layers=3), settings, Groups(step_time=1.0))
         >>> fast, slow = play(method, Link(gbit_s=1.0), steps=20, speeds=[1.0, 0.5])
         >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
         (20, 0, True)
-        >>> fast, slow = play(method, Link(gbit_s=1.0), 20, [1.0, 0.5], idle=[(), range(1, 20, 2)])
-        >>> round(fast.waited), round(fast.end)
-        (0, 20)
     """
     each, groups = [Line.of(one) for one in links or [link] * len(speeds)], method.groups.groups
     for name, own in (("speeds", speeds), ("lists of idle steps", idle or [()] * groups), ("links", each)):
@@ -396,17 +387,7 @@ def play(
 
 
 def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> float:
-    """Returns when an inner step is done, which goes on after an absence that interrupts it.
-
-    Args:
-        begins: When it begins, in seconds.
-        step_time: How long it takes.
-        absences: Those of its group, in order.
-
-    Examples:
-        >>> step_end(1.0, 0.5, [Absence(0, 1.25, 3.0)])
-        3.25
-    """
+    """Returns when an inner step is done, which goes on after absences of its group, in order, that interrupt it."""
     left = step_time
     for absence in absences:
         if begins + left > absence.start and begins < absence.end:

@@ -1,6 +1,6 @@
 """Predicts what each method needs and gets on a link, and recommends settings that suit model and link."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -85,36 +85,18 @@ def candidates() -> Iterator[Settings]:
 
 
 def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings] | None = None) -> Streaming:
-    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time."""
-    return recommend_for_all(model, [(groups, link)], among)[0]
-
-
-def recommend_for_all(
-    model: Model, sites: Sequence[tuple[Groups, Link]], among: Iterable[Settings] | None = None
-) -> tuple[Streaming, int]:
-    """Recommends, as `recommend` does, what keeps all sites busy, each with a step time and a way of its own."""
-    best: tuple[Streaming, int] | None = None
+    """Recommends the first of the candidates that keeps training busy for `TARGET` of the time, or the best one."""
+    best: Streaming | None = None
     reached = 0.0
     for settings in candidates() if among is None else among:
-        methods = [Streaming(model, settings, groups) for groups, _ in sites]
-        busy = [own.utilisation(with_margin(link)) for own, (_, link) in zip(methods, sites, strict=True)]
-        if min(busy) > 1.01 * reached or min(busy) >= TARGET:
-            hardest = _hardest(busy, sites)
-            best, reached = (methods[hardest], hardest), min(busy)
+        method = Streaming(model, settings, groups)
+        busy = method.utilisation(with_margin(link))
+        if busy > 1.01 * reached or busy >= TARGET:
+            best, reached = method, busy
         if reached >= TARGET:
             break
     assert best is not None, "there are candidates, and each trains for some of the time"
     return best
-
-
-def _hardest(busy: Sequence[float], sites: Sequence[tuple[Groups, Link]]) -> int:
-    """Returns the site that is least busy; of several, the one whose way carries least in one of its inner steps."""
-
-    def key(site: int) -> tuple[float, float]:
-        groups, link = sites[site]
-        return round(busy[site], 3), link.gbit_s * groups.step_time
-
-    return min(range(len(sites)), key=key)
 
 
 def with_margin(link: Link) -> Link:

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 
 def short(number: float) -> str:
-    """Formats a number with three digits, without an exponent."""
     return f"{float(f'{number:.3g}'):f}".rstrip("0").rstrip(".")
 
 

@@ -28,19 +28,7 @@ class Model:
 
     @staticmethod
     def of_size(values: int, layers: int) -> "Model":
-        """Describes a model of equal layers of float32 values, and nothing else.
-
-        Args:
-            values: Number of parameters.
-            layers: Number of layers.
-
-        Raises:
-            ValueError: If there are no layers, or fewer values than layers.
-
-        Examples:
-            >>> Model.of_size(24_000, layers=24).fragments(Settings(fragments="strided:12"))
-            (12000, 12000)
-        """
+        """Describes a model of equal layers of float32 values, and nothing else."""
         require(layers >= 1, "layers", layers, "at least 1")
         require(values >= layers, "params", values, "at least as many as layers")
         each, left = divmod(values, layers)

@@ -15,20 +15,13 @@ from rich.table import Table
 
 
 def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 80, section: int = 0) -> str:
-    """Formats columns as plain text: the same in a terminal, a file and a test.
+    """Formats columns, by their headers, as plain text: the same in a terminal, a file and a test.
 
     Args:
-        columns: The cells of each column, by its header.
+        columns: The cells of each column.
         left: So many columns, the first ones, are justified to the left.
         width: Characters of a line.
         section: After so many rows there is a space; 0 for none.
-
-    Examples:
-        >>> print(table({"site": ["a", "b"], "bytes": [5, 14]}))
-         site  bytes
-         ───────────
-         a         5
-         b        14
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):
@@ -42,18 +35,12 @@ def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 8
 
 
 def percent(share: float) -> str:
-    """Formats a share in percent, to a tenth."""
     # Cut rather than rounded: 100 % is said only where nothing waits.
     return f"{math.floor(share * 1000 + 1e-9) / 10:g} %"
 
 
 def plain(value: Any) -> Any:
-    """Returns dataclasses and named tuples, and what they hold, as values of JSON.
-
-    Examples:
-        >>> plain({"theme": Theme("a", "b", "c", "d", lines=("e",))})["theme"]["lines"]
-        ['e']
-    """
+    """Returns dataclasses and named tuples, and what they hold, as values of JSON."""
     if is_dataclass(value):
         return plain(vars(value))
     if hasattr(value, "_asdict"):
@@ -133,7 +120,6 @@ DARK = Theme(
 
 
 def require_drawable(path: str) -> None:
-    """Refuses a picture that cannot be drawn."""
     if Path(path).suffix not in (".svg", ".png"):
         raise ValueError(f"picture={path!r} does not end with .svg or .png. Give a file with one of these suffixes.")
     require_matplotlib("A picture", ", or leave out --picture")
@@ -170,7 +156,6 @@ def drawn(
 
 
 def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)) -> None:
-    """Writes a picture to a file."""
     require_drawable(path)
     try:
         Path(path).write_bytes(drawn(draw, Path(path).suffix[1:], size=size))

@@ -194,7 +194,6 @@ def _described(model: MakeModel | None, params: float | None, layers: int | None
 
 
 def _made(make: MakeModel) -> nn.Module:
-    """Makes a model, without memory for its parameters where it allows that."""
     try:
         with torch.device("meta"):
             return _configured(make())
@@ -257,7 +256,6 @@ def _asked_waits(
     delays: str | None,
     of_sites: Mapping[str, float],
 ) -> Waits | None:
-    """Predicts whom the rounds of a federation wait for; None where nobody asked."""
     if quorum is None:
         for name, value in (("--grace", grace), ("--delays", delays)):
             if value is not None:
@@ -369,7 +367,6 @@ def _plan_as_text(plan: Plan) -> str:
 
 
 def _hub_as_text(hub: HubLoad, settings: Settings) -> str:
-    """Formats what goes through a hub."""
     busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
     late = hub.flight_steps > settings.overlap_steps
     lines = [
@@ -389,8 +386,6 @@ def _hub_as_text(hub: HubLoad, settings: Settings) -> str:
 
 
 def _waits_as_text(waits: Waits, step_time: float) -> str:
-    """Formats whom the rounds of a federation wait for."""
-
     def told(round: Round) -> str:
         steps = max(1, math.ceil(round.seconds / step_time))
         return f"closes after {round.closes:.3g} s, is there after {round.seconds:.3g} s, {steps} inner steps"
@@ -414,7 +409,6 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
 
 
 def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
-    """Formats what parts that suit the links bring."""
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),

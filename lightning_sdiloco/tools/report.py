@@ -106,7 +106,6 @@ def _limit(run: Run, share: float, causes: Causes) -> str:
 
 
 def causes_of(run: Run) -> Causes:
-    """Divides the waits of all ranks by what they waited for."""
     parts = [_cause(landed, others) for _, landed, others in _with_others(run)]
     return Causes(*(sum(column) for column in zip(*parts, strict=True))) if parts else Causes(0, 0, 0)
 
@@ -134,7 +133,6 @@ def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
 
 
 def measured_link(run: Run) -> Link | None:
-    """Measures the rate at which the flights of the run went, on each hop from when all groups had sent."""
     bits = seconds = 0.0
     for _, landed, others in _with_others(run):
         on_link = _seconds_on_link(landed, others)
@@ -315,7 +313,6 @@ def _agreement(run: Run) -> list[str]:
 
 
 def seconds_as_text(seconds: float) -> str:
-    """Formats a time with three digits, in seconds or milliseconds."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
@@ -350,7 +347,6 @@ def waits(rank: Rank) -> list[LandingRecord]:
 
 
 def step_seconds(rank: Rank) -> float:
-    """Returns the median time of an inner step, without launches, landings and waits."""
     return median(step.span[1] - step.span[0] for step in rank.steps)
 
 
@@ -383,12 +379,10 @@ def on_the_link(landed: LandingRecord) -> list[Span]:
 
 
 def exchange_of(run: Run) -> str | None:
-    """Returns the exchange that ran during training, ``"gather"`` or ``"two_shot"``; None if nothing landed."""
     return next((landed.exchange for rank in run.ranks for landed in waits(rank)), None)
 
 
 def in_background(landed: LandingRecord) -> list[Span]:
-    """Returns when a fragment was encoded, decoded and stepped."""
     spans = landed.spans
     parts = [spans[name] for name in ("encode", "decode", "outer_step") if name in spans]
     # What the second hop brought is decoded until the outer step begins.
@@ -421,7 +415,6 @@ def _bits(span: Span, nbytes: int, within: Span) -> float:
 
 
 def ddp_bytes_per_step(run: Run) -> float:
-    """Returns the bytes that a group would send per step in a ring all-reduce of the gradients over all groups."""
     groups = run.ranks[0].about["groups"]
     return 2 * (groups - 1) / groups * sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
 
@@ -432,7 +425,6 @@ def ddp_gbit_s(run: Run) -> float:
 
 
 def bytes_sent(run: Run) -> dict[int, int]:
-    """Returns the bytes that each group sent in all, by group."""
     sent: dict[int, int] = {}
     for rank in run.ranks:
         sent[rank.group] = sent.get(rank.group, 0) + sum(landed.bytes_sent for landed in rank.landings)
@@ -495,12 +487,10 @@ _POINTS = 1000
 
 
 def color_of(group: int, theme: Theme) -> str:
-    """Returns the color of a group: not the red of what waits."""
     return theme.line((0, 4, 2, 3, 5, 6, 7, 8)[group % 8])
 
 
 def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
-    """Draws the training loss of every group, and the losses of validation."""
     axes = _axes(figure, "inner step", "loss")
     for rank in run.heads:
         _line(axes, rank.losses, color_of(rank.group, theme), 0.35, 1)
@@ -513,7 +503,6 @@ def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
 
 
 def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
-    """Draws the share of every round in which training did not wait."""
     axes = _axes(figure, "seconds since the first inner step", "compute utilisation")
     for rank in run.heads:
         _line(axes, utilisation_over_time(rank, run.began), color_of(rank.group, theme), 1, 2, rank.name)

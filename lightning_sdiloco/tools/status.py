@@ -41,7 +41,6 @@ def status(options: HubOptions, json: bool = False) -> str:
 
 
 def as_table(status: dict[str, Any]) -> Group:
-    """Returns sites and fragments, and above them what is wrong or waited for."""
     if not status["founded"]:
         here = ", ".join(status["here"]) or "none"
         return Group(
@@ -53,7 +52,6 @@ def as_table(status: dict[str, Any]) -> Group:
 
 
 def printed(status: dict[str, Any]) -> str:
-    """Returns the tables as text, for where there is no terminal."""
     text = io.StringIO()
     Console(file=text, width=120, highlight=False).print(as_table(status))
     return text.getvalue().rstrip("\n")
@@ -89,12 +87,6 @@ def _fragments(fragments: list[dict[str, Any]]) -> Table:
 
 
 def _in_bytes(number: float) -> str:
-    """Returns a number of bytes for people.
-
-    Examples:
-        >>> _in_bytes(999), _in_bytes(1_250_000)
-        ('999 B', '1.2 MB')
-    """
     unit = 0
     while number >= 1000 and unit < len(_UNITS) - 1:
         number, unit = number / 1000, unit + 1

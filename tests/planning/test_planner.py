@@ -14,7 +14,7 @@ from torch import nn
 from lightning_sdiloco import OuterOptimizer, Schedule, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
-from lightning_sdiloco.planning.hub import through_hub, way_through_hub
+from lightning_sdiloco.planning.hub import through_hub
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
 from lightning_sdiloco.planning.planner import (
@@ -27,7 +27,6 @@ from lightning_sdiloco.planning.planner import (
     plan,
     predict,
     recommend,
-    recommend_for_all,
 )
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.fits import fit, module
@@ -346,24 +345,9 @@ def test_what_cannot_be_is_refused() -> None:
 # Through a hub
 
 
-def test_the_way_through_a_hub_takes_as_long_as_a_flight_through_it() -> None:
+def test_a_flight_through_a_hub_goes_up_once_and_those_of_all_others_come_down() -> None:
     model, settings, sites = Model.of_size(10**8, layers=24), Settings(compression="bf16"), Groups(1.0, groups=4)
-    link = Link(gbit_s=0.25, round_trip=0.05)
     # A hub that has as much for each site as its link: neither is the narrower one.
-    load = through_hub(model, settings, sites, link, gbit_s=1.0)
-    way = way_through_hub(4, to_hub=0.25, from_hub=0.25, round_trip=0.05)
-    largest = max(load.bytes_in // 4 * numel // model.numel for numel in model.fragments(settings))
-    assert way.seconds(3 * largest, connections=3) == pytest.approx(load.flight_seconds, rel=1e-3)
-
-
-def test_what_is_recommended_for_all_keeps_each_of_them_busy() -> None:
-    model = Model.of_size(10**8, layers=24)
-    sites = [(Groups(0.5, 3), Link(10.0)), (Groups(0.5, 3), Link(0.02, 0.1)), (Groups(0.1, 3), Link(0.2))]
-    method, hardest = recommend_for_all(model, sites)
-    assert hardest == 1
-    for groups, link in sites:
-        slower = replace(link, gbit_s=MARGIN * link.gbit_s)
-        assert Streaming(model, method.settings, groups).utilisation(slower) >= 0.95
-    assert recommend(model, *sites[0]).settings != method.settings
-    # Where all are as busy, it is the one whose link carries least in a step.
-    assert recommend_for_all(model, [(Groups(9.0, 2), Link(10.0)), (Groups(3.0, 2), Link(20.0))])[1] == 1
+    load = through_hub(model, settings, sites, Link(gbit_s=0.25, round_trip=0.05), gbit_s=1.0)
+    largest = 2 * max(model.fragments(settings))
+    assert load.flight_seconds == pytest.approx((1 + 3) * largest * 8 / 0.25e9 + 2 * 0.05)

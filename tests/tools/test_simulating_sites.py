@@ -9,8 +9,8 @@ import yaml
 
 from lightning_sdiloco.planning import Absence
 from lightning_sdiloco.tools.cli import main
+from lightning_sdiloco.tools.simulate.command import with_gaps
 from lightning_sdiloco.tools.simulate.groups import Configuration
-from lightning_sdiloco.tools.simulate.output import with_gaps
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 from tests.tools.test_simulating import write
 

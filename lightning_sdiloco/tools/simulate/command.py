@@ -1,40 +1,533 @@
-"""Runs ``sdiloco simulate``: turns options into simulated runs, and these into text, JSON and a picture."""
+"""Runs ``sdiloco simulate``: turns options into simulated runs, and these into text, JSON and a picture.
 
+Runs of a sweep, or of a file of methods, are made one after the other; with several seeds each is compared with the
+first. On a link, how long each would take is predicted.
+"""
+
+import inspect
 import json as json_format
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, pairwise, product
 from pathlib import Path
-from typing import Any
+from statistics import mean, median, stdev
+from typing import Any, NamedTuple
 
+import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_sdiloco.planning import Absence, Link
-from lightning_sdiloco.tools.output import plain, require_drawable
-from lightning_sdiloco.tools.simulate.groups import Configuration, check, class_at, run
-from lightning_sdiloco.tools.simulate.output import (
-    compared_as_text,
-    draw,
-    draw_compared,
-    draw_sites,
-    run_as_text,
-    sites_as_text,
-    sweep_as_text,
+from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.lightning import WorkerGroupStrategy
+from lightning_sdiloco.planning import (
+    Absence,
+    DataParallel,
+    Groups,
+    Link,
+    Model,
+    Streaming,
+    Times,
+    play,
+    readable,
+    readable_rate,
 )
-from lightning_sdiloco.tools.simulate.sites import Places, Site, play_sites
-from lightning_sdiloco.tools.simulate.sweeps import (
-    METHOD,
-    Circumstances,
-    Outcome,
-    Planned,
-    combinations,
-    compared,
-    each_with,
-    names_of,
-    parsed,
-    predict,
-)
-from lightning_sdiloco.tools.simulate.sweeps import methods as named_runs
+from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
+from lightning_sdiloco.tools.simulate.groups import LAST, Configuration, Run, check, class_at, run
+from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, Site, play_sites
+
+# What is run
+
+
+Choices = dict[str, Any]
+
+_GROUPS = "groups"
+METHOD = "method"
+"""What varies where runs have names."""
+
+
+class Planned(NamedTuple):
+    groups: int
+    choices: Choices
+    name: str = ""
+    seed: int | None = None
+
+
+def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
+    """Lists all runs of a sweep.
+
+    Examples:
+        >>> [tuple(run[:2]) for run in combinations(["groups=2,4", "compression=fp4"], groups=2)]
+        [(2, {'compression': 'fp4'}), (4, {'compression': 'fp4'})]
+    """
+    varied = dict(_parsed(sweep) for sweep in sweeps)
+    if len(varied) < len(sweeps):
+        raise ValueError(f"sweep={list(sweeps)!r} names something twice. Give all values of it together: H=10,20.")
+    runs = (dict(zip(varied, values, strict=True)) for values in product(*varied.values()))
+    return [Planned(run.pop(_GROUPS, groups), run) for run in runs]
+
+
+def runs_of(file: str, groups: int) -> list[Planned]:
+    """Reads runs to compare from a YAML file: from a name to arguments of the strategy, or groups."""
+    read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
+    if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
+        raise ValueError(
+            f"methods={file!r} is no YAML file that maps names to arguments of the strategy. Write for example"
+            " 'rarer: {sync_every: 200}'."
+        )
+    for name, own in read.items():
+        unknown = [argument for argument in own or {} if argument not in _known()]
+        if unknown:
+            raise ValueError(
+                f"The method {name!r} in {file} has the argument {unknown[0]!r}, which is unknown. Choose among"
+                f" {', '.join(_known())}."
+            )
+    runs = [(str(name), dict(own or {})) for name, own in read.items()]
+    return [Planned(own.pop(_GROUPS, groups), own, name) for name, own in runs]
+
+
+def _known() -> list[str]:
+    arguments = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
+    return [_GROUPS, *(one for one in arguments if one not in ("worker_groups", "of_format"))]
+
+
+def _parsed(sweep: str) -> tuple[str, list[Any]]:
+    name, _, text = sweep.partition("=")
+    known = _known()
+    if name not in known:
+        raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
+    values = [yaml.safe_load(part) for part in text.split(",") if part]
+    if not values:
+        raise ValueError(f"sweep={sweep!r} has no values. Give them behind the name: {name}=10,20")
+    if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
+        raise ValueError(f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1.")
+    return name, values
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """Where a simulated run would take place."""
+
+    link: Link
+    step_time: float | None = None
+    memory_rate: float = 1e12
+    speeds: tuple[float, ...] | None = None
+    absences: tuple[Absence, ...] = ()
+
+    def check(self, groups: int) -> None:
+        if groups > 1:
+            method = Streaming(Model.of_size(1, layers=1), Settings(), Groups(self.step_time or 1.0, groups))
+            play(method, self.link, 1, self.speeds or (1.0,) * groups, self.absences)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    times: list[Times]
+    step_time: float
+    ddp_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return max(times.end for times in self.times)
+
+    @property
+    def utilisation(self) -> float:
+        """Returns the share of the time in which the slowest group does not wait."""
+        return 1 - min(times.waited for times in self.times) / self.seconds
+
+    @property
+    def longest_flight(self) -> float:
+        """Returns the most seconds from a launch until all messages are there."""
+        return max(times.longest_flight for times in self.times)
+
+
+def predict(run: Run, where: Circumstances) -> Prediction | None:
+    """Predicts how long a run would take; None if nothing travels, or no step was made."""
+    step_time = where.step_time or run.step_seconds
+    if len(run.groups) < 2 or step_time is None:
+        return None
+    steps = max(group.inner_steps for group in run.groups)
+    speeds = where.speeds or (1.0,) * len(run.groups)
+    groups = Groups(step_time, len(run.groups), memory_rate=where.memory_rate)
+    idle = [group.idle for group in run.groups]
+    method = Streaming(run.model, run.settings, groups)
+    # A pace decides as the run goes on; all groups launch alike.
+    launches = run.groups[0].launches if run.settings.schedule else None
+    times = play(method, where.link, steps, speeds, where.absences, idle, launches=launches)
+    slowest = replace(groups, step_time=step_time / min(speeds))
+    away = max((absence.end - absence.start for absence in where.absences), default=0.0)
+    ddp = steps * slowest.step_time / DataParallel(run.model, slowest).utilisation(where.link) + away
+    return Prediction(times, step_time, ddp)
+
+
+class Outcome(NamedTuple):
+    """A run that was made, and how long it would take on a link, if there is one."""
+
+    planned: Planned
+    run: Run
+    prediction: Prediction | None
+
+    def varied(self, name: str) -> Any:
+        own = {METHOD: self.planned.name, _GROUPS: self.planned.groups}
+        return own[name] if name in own else self.planned.choices[name]
+
+    def told(self, names: Sequence[str]) -> str:
+        return ", ".join(str(self.varied(name)) if name == METHOD else f"{name}={self.varied(name)}" for name in names)
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the outer model: that which the last validation logged, else that on the last batches."""
+        logged = [one.loss for one in self.run.validations if one.loss is not None]
+        return logged[-1] if logged else self.run.outer_loss
+
+    @property
+    def inner_steps(self) -> int:
+        return max(group.inner_steps for group in self.run.groups)
+
+    def curve(self) -> list[float]:
+        losses = zip(*(group.losses for group in self.run.groups), strict=False)
+        return [sum(batch) / len(batch) for batch in losses]
+
+
+def names_of(sweeps: Sequence[str]) -> list[str]:
+    return [sweep.partition("=")[0] for sweep in sweeps]
+
+
+# Several seeds
+
+
+# Half the width of a 95 % interval of the mean, in standard errors, by the number of values (Student's t).
+_HALF_WIDTH = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Returns half the width of the 95 % interval of the mean of two to ten values; None for one.
+
+    Examples:
+        >>> round(half_width([1.0, 2.0, 3.0]), 3)
+        2.484
+    """
+    return _HALF_WIDTH[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def parsed_seeds(seeds: str | None) -> list[int]:
+    texts = [] if seeds is None else seeds.split(",")
+    if not all(text.strip().isdecimal() for text in texts) or len(set(texts)) < len(texts):
+        raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
+    if seeds is not None and not 2 <= len(texts) <= max(_HALF_WIDTH):
+        raise ValueError(
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(_HALF_WIDTH)}. For one, give"
+            " --set seed_everything=0."
+        )
+    return [int(text) for text in texts]
+
+
+def each_with(planned: Sequence[Planned], seeds: Sequence[int]) -> list[Planned]:
+    if seeds and len(planned) < 2:
+        raise ValueError("--seeds compares runs, and there is one. Say with --sweep or --methods what varies.")
+    return [one._replace(seed=seed) for one in planned for seed in seeds] if seeds else list(planned)
+
+
+class Compared(NamedTuple):
+    """A run that was made with several seeds: means over these, and how it differs from the first of the comparison."""
+
+    outcomes: Sequence[Outcome]
+    is_first: bool
+    loss: float | None
+    percent: list[float]  # by how much the loss is higher than that of the first, by seed
+    bytes_sent: float
+    seconds: float | None
+
+    def difference(self) -> str:
+        """Formats the mean difference from the first in percent, with half its 95 % interval."""
+        if self.is_first or not self.percent:
+            return "-"
+        half = half_width(self.percent)
+        return f"{mean(self.percent):+.1f}" + ("" if half is None else f" ± {half:.1f}")
+
+
+def compared(outcomes: Sequence[Outcome], seeds: int) -> list[Compared]:
+    each = [outcomes[start : start + seeds] for start in range(0, len(outcomes), seeds)]
+    rows = []
+    for number, own in enumerate(each):
+        losses = [one.loss for one in own if one.loss is not None]
+        seconds = [one.prediction.seconds for one in own if one.prediction is not None]
+        pairs = [(one.loss, first.loss) for one, first in zip(own, each[0], strict=True)]
+        rows.append(
+            Compared(
+                outcomes=own,
+                is_first=number == 0,
+                loss=mean(losses) if losses else None,
+                percent=[100 * (loss / first - 1) for loss, first in pairs if loss is not None and first],
+                bytes_sent=mean(one.run.groups[0].bytes_sent for one in own),
+                seconds=mean(seconds) if seconds else None,
+            )
+        )
+    return rows
+
+
+# What is printed
+
+_WIDTH = 110
+_MOST_VALIDATIONS = 10
+_FIRST, _LAST = f"loss, first\n{LAST} batches", f"loss, last\n{LAST} batches"
+
+# Tables
+
+
+def run_as_text(outcome: Outcome, where: Circumstances | None) -> str:
+    run, prediction = outcome.run, outcome.prediction
+    columns = {
+        "group": range(len(run.groups)),
+        _FIRST: [_loss(group.first_loss) for group in run.groups],
+        _LAST: [_loss(group.last_loss) for group in run.groups],
+        "outer model,\nsame batches": [_loss(group.outer_loss) for group in run.groups],
+        "bytes\nsent": [readable(group.bytes_sent) for group in run.groups],
+    }
+    if prediction is not None:
+        columns["predicted\nwait"] = [_duration(times.waited) for times in prediction.times]
+    parts = [
+        f"{len(run.groups)} worker group{'s' if len(run.groups) > 1 else ''}, {outcome.inner_steps:,} inner steps each,"
+        f" {_settings(run)}",
+        table(columns, width=_WIDTH),
+        *([f"Outer model: loss {_loss(run.outer_loss)}"] if run.outer_loss else []),
+        *_validations(run),
+    ]
+    if where is not None and prediction is not None:
+        parts.append(_predicted(outcome, where))
+    return "\n\n".join(parts)
+
+
+def sites_as_text(run: FederatedRun, places: Places) -> str:
+    sites, groups = run.sites, [site.group for site in run.sites]
+    columns = {
+        "site": range(len(sites)),
+        "inner\nsteps": [f"{len(site.times):,}" for site in sites],
+        _FIRST: [_loss(group.first_loss) for group in groups],
+        _LAST: [_loss(group.last_loss) for group in groups],
+        "outer model,\nsame batches": [_loss(group.outer_loss) for group in groups],
+        "rounds\ncounted": [site.counted for site in sites],
+        "came\nlate": [site.late for site in sites],
+        "rounds\nmissed": [site.missed for site in sites],
+        "bytes\nsent": [readable(group.bytes_sent) for group in groups],
+        "ended\nafter": [_duration(site.ended) for site in sites],
+    }
+    link = f"{_described(places.link)}, " if places.link else ""
+    parts = [
+        f"{len(sites)} site{'s' if len(sites) > 1 else ''}, {_settings(run.first)}\n{run.terms}",
+        table(columns, width=_WIDTH),
+        *_validations(run.first),
+        f"In virtual time, {link}{places.step_time:g} s per inner step.",
+    ]
+    return "\n\n".join(parts)
+
+
+def sweep_as_text(outcomes: Sequence[Outcome], names: Sequence[str], where: Circumstances | None) -> str:
+    runs, predictions = [outcome.run for outcome in outcomes], [outcome.prediction for outcome in outcomes]
+    last = [run.validations[-1].metrics if run.validations else {} for run in runs]
+    columns = {
+        **_varied(outcomes, names),
+        _LAST: [_loss(run.last_loss) for run in runs],
+        "outer\nmodel": [_loss(run.outer_loss) for run in runs],
+        **{metric: [_loss(own.get(metric)) for own in last] for metric in last[0]},
+        "bytes sent\nper group": [readable(run.groups[0].bytes_sent) for run in runs],
+    }
+    if any(predictions):
+        columns["predicted\ntime"] = [_duration(own.seconds) if own else "-" for own in predictions]
+        columns["compute\nutilisation"] = [percent(own.utilisation) if own else "-" for own in predictions]
+    return "\n\n".join([table(columns, len(names), _WIDTH), *([] if where is None else [_described(where.link)])])
+
+
+def compared_as_text(rows: Sequence[Compared], names: Sequence[str], where: Circumstances | None) -> str:
+    columns = {
+        **_varied([row.outcomes[0] for row in rows], names),
+        "loss of the\nouter model": [_loss(row.loss) for row in rows],
+        "minus that of\nthe first, %": [row.difference() for row in rows],
+        "bytes sent\nper group": [readable(row.bytes_sent) for row in rows],
+    }
+    if any(row.seconds for row in rows):
+        columns["predicted\ntime"] = [_duration(row.seconds) if row.seconds else "-" for row in rows]
+    note = f"Means over {len(rows[0].outcomes)} seeds; differences with their 95 % interval."
+    return "\n\n".join([table(columns, len(names), _WIDTH), note, *([] if where is None else [_described(where.link)])])
+
+
+def _varied(outcomes: Sequence[Outcome], names: Sequence[str]) -> dict[str, list[Any]]:
+    return {name: [outcome.varied(name) for outcome in outcomes] for name in names}
+
+
+def _settings(run: Run) -> str:
+    settings = run.settings
+    numbers = settings.numbers_and_policies
+    return (
+        f"{run.model.numel:,} parameters in {len(run.model.fragments(settings))} fragments\n"
+        f"sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, mixing={numbers.pop('mixing')},"
+        f" compression={settings.compression!r}{''.join(f', {name}={value}' for name, value in numbers.items())}"
+    )
+
+
+def _validations(run: Run) -> list[str]:
+    if not run.validations:
+        return []
+    # The last is told in any case.
+    every = -(-len(run.validations) // _MOST_VALIDATIONS)
+    shown = list(islice(reversed(run.validations), None, None, every))[::-1]
+    columns = {"after inner step": [validation.step for validation in shown]} | {
+        name: [_loss(validation.metrics.get(name)) for validation in shown] for name in run.validations[-1].metrics
+    }
+    return ["Validation:\n\n" + table(columns, 0, _WIDTH)]
+
+
+def _predicted(outcome: Outcome, where: Circumstances) -> str:
+    prediction, timeout = outcome.prediction, outcome.run.settings.timeout
+    assert prediction is not None
+    measured = "" if where.step_time else ", as measured here"
+    lines = [
+        f"Predicted on {_described(where.link)}, {prediction.step_time:.3g} s per inner step{measured}:",
+        f"  {_duration(prediction.seconds)}, compute utilisation {percent(prediction.utilisation)};"
+        f" DDP over all groups {_duration(prediction.ddp_seconds)}",
+    ]
+    if prediction.longest_flight > timeout.total_seconds():
+        lines.append(
+            f"  A fragment would be in flight for {_duration(prediction.longest_flight)}, longer than timeout: a real"
+            " run would end with an ExchangeError. Raise timeout."
+        )
+    return "\n".join(lines)
+
+
+def _described(link: Link) -> str:
+    told = f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip"
+    return told + (f", {link.loss:.3g} of the packets lost" if link.loss else "")
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 3600:.3g} h"
+
+
+# Pictures: the loss over inner steps, and over what it costs
+
+
+_UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
+
+
+def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
+    """Writes the picture of a run or a sweep: losses over inner steps, and over the time or the bytes of a group."""
+    save_picture(path, partial(_draw, outcomes, names))
+
+
+def _draw(outcomes: Sequence[Outcome], names: Sequence[str], figure: Any) -> None:
+    left, right = figure.subplots(1, 2)
+    cost, label = _cost(outcomes)
+    for index, outcome in enumerate(outcomes):
+        color = LIGHT.line(index)
+        for group in outcome.run.groups if len(outcomes) == 1 else ():
+            left.plot(*_smooth(group.losses), color=color, linewidth=0.8, alpha=0.35)
+        batches, losses = _smooth(outcome.curve())
+        scale = outcome.inner_steps / len(outcome.curve())
+        steps = [batch * scale for batch in batches]
+        left.plot(steps, losses, color=color, label=outcome.told(names) or "mean of the groups")
+        right.plot([cost(outcome, step) for step in steps], losses, color=color)
+        validated = [(one.step, one.loss) for one in outcome.run.validations if one.loss is not None]
+        for step, loss in validated:
+            left.plot(step, loss, "o", color=color, markersize=5, mec="white")
+            right.plot(cost(outcome, step), loss, "o", color=color, markersize=5, mec="white")
+        if validated and index == 0:
+            left.plot([], [], "o", color=LIGHT.ink, markersize=5, label="outer model, validation")
+    _finish(figure, left, right, label)
+
+
+def draw_compared(path: str, rows: Sequence[Compared], names: Sequence[str]) -> None:
+    """Writes the picture of a comparison over several seeds: differences with their intervals, and bytes or time."""
+    save_picture(path, partial(_draw_compared, rows, names), size=(8.4, 1.4 + 0.3 * len(rows)))
+
+
+def _draw_compared(rows: Sequence[Compared], names: Sequence[str], figure: Any) -> None:
+    left, right = figure.subplots(1, 2)
+    timed = all(row.seconds is not None for row in rows)
+    unit, name = _unit(max(row.seconds or 0.0 for row in rows)) if timed else (1e6, "MB sent by a group")
+    better, worse, same = LIGHT.line(0), LIGHT.line(1), LIGHT.line(-1)
+    for position, row in enumerate(rows):
+        half, more = half_width(row.percent), mean(row.percent) if row.percent else 0.0
+        color = same if row.is_first or half is None or abs(more) <= half else better if more < 0 else worse
+        left.errorbar(more, -position, xerr=None if row.is_first else half, fmt="o", color=color, capsize=3)
+        right.barh(-position, (row.bytes_sent if row.seconds is None else row.seconds) / unit, 0.6, color=better)
+    left.set_xlabel("loss above that of the first, %, with its 95 % interval")
+    right.set_xlabel(f"{name}, predicted" if timed else name)
+    left.axvline(0, color=same, linewidth=1)
+    left.set_yticks([-at for at in range(len(rows))], [row.outcomes[0].told(names) for row in rows], fontsize=8)
+    right.set_yticks([])
+
+
+def draw_sites(path: str, run: FederatedRun) -> None:
+    """Writes the picture of a federation: the loss of every site over inner steps, and over virtual time."""
+    save_picture(path, partial(_draw_sites, run))
+
+
+def _draw_sites(run: FederatedRun, figure: Any) -> None:
+    left, right = figure.subplots(1, 2)
+    unit, name = _unit(max(site.ended for site in run.sites))
+    for index, site in enumerate(run.sites):
+        batches, losses = _smooth(site.group.losses)
+        scale = len(site.times) / max(1, len(site.group.losses))
+        steps = [max(1, math.ceil(batch * scale)) for batch in batches]
+        left.plot(steps, losses, color=LIGHT.line(index), label=f"site {index}")
+        right.plot(*with_gaps([site.times[step - 1] / unit for step in steps], losses), color=LIGHT.line(index))
+    _finish(figure, left, right, f"{name}, virtual")
+
+
+def _finish(figure: Any, left: Any, right: Any, label: str) -> None:
+    left.set_xlabel("inner steps")
+    right.set_xlabel(label)
+    left.set_ylabel("loss")
+    right.set_ylim(left.get_ylim())
+    right.tick_params(labelleft=False)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    return next((unit, name) for unit, name in _UNITS if seconds >= unit or unit == 1)
+
+
+def _smooth(losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Averages over windows of a fiftieth of the run, and puts each mean at the end of its window."""
+    width = max(1, len(losses) // 50)
+    ends = list(range(width, len(losses) + 1))
+    return ends, [sum(losses[end - width : end]) / width for end in ends]
+
+
+def with_gaps(times: Sequence[float], losses: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Leaves a gap wherever a site trained nothing for long: it was away, or waited for its last landing."""
+    usual = median(later - earlier for earlier, later in pairwise(times)) if len(times) > 1 else 0.0
+    points = list(zip(times, losses, strict=True))
+    for index in reversed([i for i, (earlier, later) in enumerate(pairwise(times), 1) if later - earlier > 5 * usual]):
+        points.insert(index, (math.nan, math.nan))
+    return [time for time, _ in points], [loss for _, loss in points]
+
+
+def _cost(outcomes: Sequence[Outcome]) -> tuple[Callable[[Outcome, float], float], str]:
+    """Returns what the run has cost after an inner step, in time or in bytes, and the name of that."""
+    seconds = [outcome.prediction.seconds for outcome in outcomes if outcome.prediction is not None]
+    if len(seconds) < len(outcomes):
+        return lambda outcome, step: outcome.run.groups[0].bytes_sent / 1e6 * step / outcome.inner_steps, (
+            "MB sent by a group"
+        )
+    unit, name = _unit(max(seconds))
+
+    def at(outcome: Outcome, step: float) -> float:
+        assert outcome.prediction is not None
+        slowest = max(outcome.prediction.times, key=lambda times: times.end)
+        return slowest.steps[max(0, math.ceil(step) - 1)] / unit
+
+    return at, f"{name}, predicted"
+
+
+# The command
 
 
 def simulate(
@@ -108,9 +601,9 @@ def simulate(
     where = None if link is None else Circumstances(link, step_time, memory_rate * 1e9, each, away)
     if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
-    runs = combinations(sweep, groups) if methods is None else named_runs(methods, groups)
+    runs = combinations(sweep, groups) if methods is None else runs_of(methods, groups)
     names = names_of(sweep) if methods is None else [METHOD]
-    return _worker_groups(configuration, each_with(runs, parsed(seeds)), names, where, picture, json)
+    return _worker_groups(configuration, each_with(runs, parsed_seeds(seeds)), names, where, picture, json)
 
 
 def _worker_groups(

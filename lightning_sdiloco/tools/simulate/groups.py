@@ -39,7 +39,6 @@ class SimulatedFederation(Federation):
     connection: Any = field(default=None, repr=False, compare=False)
 
     def connect(self, ranks: int = 1) -> Any:
-        """Returns the connection of the site."""
         return self.connection
 
 
@@ -151,8 +150,7 @@ class SimulatedProcessesMixin(_Base):
         return model
 
     @override
-    def _register_ddp_hooks(self) -> None:
-        """Does nothing: see `_setup_model`."""
+    def _register_ddp_hooks(self) -> None: ...
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -264,7 +262,6 @@ class RecorderMixin(_Callback):
             self.launches[engine.inner_steps + 1] = engine.launches_next
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Records what a validation inside the fit logged."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer._results.metrics(on_step=False)["callback"]
             numbers = {name: float(value) for name, value in metrics.items()}
@@ -309,8 +306,6 @@ _OURS = {
 
 
 class SimulatedClasses(NamedTuple):
-    """What `sdiloco simulate` takes from a distribution of Lightning."""
-
     strategy: Any
     recorder: Any
     cli: Any
@@ -361,7 +356,6 @@ class Configuration:
                 yield cls
 
     def with_seed(self, seed: int) -> "Configuration":
-        """Returns the configuration with another ``seed_everything``."""
         return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
@@ -532,7 +526,6 @@ class Run:
 
     @property
     def last_loss(self) -> float | None:
-        """Returns the mean loss of the groups on their last batches."""
         return _mean([group.last_loss for group in self.groups if group.last_loss is not None])
 
     @property

@@ -52,12 +52,10 @@ class Places:
         return sorted((absence for absence in self.absences if absence.group == site), key=lambda one: one.start)
 
     def joins_at(self, site: int) -> float:
-        """Returns when a site is there for the first time."""
         return max((absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0)
 
     @property
     def founders(self) -> int:
-        """Returns how many sites are there from the beginning."""
         return sum(self.joins_at(site) == 0 for site in range(self.sites))
 
     def seconds(self, site: int, begins: float) -> float:
@@ -66,7 +64,6 @@ class Places:
         return step_end(begins, step_time, self.absences_of(site)) - begins
 
     def link_of(self, site: int) -> VirtualLink:
-        """Returns the way between a site and the hub."""
         link, delay, away = self.link, self.delays[site] if self.delays else 0.0, self.absences_of(site)
         return VirtualLink(
             latency=link.round_trip / 2 if link else 0.0,
@@ -116,8 +113,6 @@ def play_sites(
 
 
 class _Life:
-    """Lives the life of a site, in its thread."""
-
     def __init__(self, places: Places, hub: VirtualHub, turns: Turns[Any], number: int) -> None:
         self._name, self._places, self._hub, self._number = site_name(number), places, hub, number
         self._times, self._ended, self._joined = list[float](), 0.0, list[int]()

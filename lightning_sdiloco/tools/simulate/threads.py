@@ -38,23 +38,7 @@ def _restore(state: _State) -> None:
 
 
 class Turns(Generic[Result]):
-    """Runs functions in threads, of which only one runs at any time; see [Note: one thread at a time].
-
-    Args:
-        count: Number of threads.
-
-    Examples:
-        >>> turns, said = Turns(2), []
-        >>> def speak(name: str, until: int) -> int:
-        ...     said.append(name)
-        ...     turns.until(lambda: len(said) >= until)
-        ...     said.append(name)
-        ...     return len(said)
-        >>> turns.run([lambda: speak("first", 2), lambda: speak("second", 1)])
-        [4, 3]
-        >>> said
-        ['first', 'second', 'second', 'first']
-    """
+    """Runs functions in so many threads, of which only one runs at any time; see [Note: one thread at a time]."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -177,8 +161,6 @@ def simulated_topologies(groups: int, until: Until) -> list[Topology]:
 
 @dataclass
 class _Meeting:
-    """One collective: what each rank brought to it."""
-
     brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
     left: int = 0
 
@@ -198,7 +180,7 @@ class SimulatedWorld(Communicator):
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """See `Communicator.all_gather_object`. As between processes, everyone gets a copy."""
+        """Returns copies, as between processes."""
         return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
 
     def broadcast(self, tensor: Tensor) -> None:
