@@ -14,50 +14,26 @@ from tests.ranks import run_processes
 from tests.training import batch
 
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": [["*"]]}
-Place = tuple[int, int, int]
-
-
-# Loaders
+Place = tuple[int, int, int]  # Of a rank: its group, its number in the group, and the ranks of the group.
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
-    """So many batches of a group, without a length; a rank of a group of several sees its part of each."""
+    """So many batches of a group, perhaps others in later epochs. It can be taken up again in the middle."""
 
-    def __init__(self, place: Place, batches: int) -> None:
-        self.place, self.batches = place, batches
+    def __init__(self, place: Place, batches: int, later: int | None = None) -> None:
+        self.place, self.batches, self.later = place, batches, batches if later is None else later
+        self.step, self.resumed = 0, False
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[Any]:
+        start, self.resumed = self.step if self.resumed else 0, False
+        return self.after(start)
+
+    def after(self, start: int) -> Iterator[Any]:
+        batches, self.batches = self.batches, self.later
         group, shard, shards = self.place
-        for step in range(1, self.batches + 1):
-            x, y = batch(group, step)
+        for self.step in range(start + 1, batches + 1):
+            x, y = batch(group, self.step)
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
-
-
-class Announced:
-    """A loader that announces a length, which may be wrong."""
-
-    def __init__(self, place: Place, batches: int, announced: int | None = None) -> None:
-        self.stream = Stream(place, batches)
-        self.announced = batches if announced is None else announced
-
-    def __len__(self) -> int:
-        return self.announced
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.stream)
-
-
-class Stateful:
-    """A loader without a length that can be taken up again in the middle."""
-
-    def __init__(self, place: Place, batches: int) -> None:
-        self.stream, self.step, self.resumed = Stream(place, batches), 0, False
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.step, self.resumed = self.step if self.resumed else 0, False
-        for parts in list(self.stream)[self.step :]:
-            self.step += 1
-            yield parts
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -66,20 +42,23 @@ class Stateful:
         self.step, self.resumed = state["step"], True
 
 
-def stream(place: Place, batches: int) -> Any:
-    return DataLoader(Stream(place, batches), batch_size=None)
+class Announced(Stream):
+    """Announces a length, which may be wrong."""
+
+    def __init__(self, place: Place, batches: int, announced: int | None = None, later: int | None = None) -> None:
+        super().__init__(place, batches, later)
+        self.announced = batches if announced is None else announced
+
+    def __len__(self) -> int:
+        return self.announced
 
 
-def uneven_streams(first: int, second: int, place: Place) -> Any:
-    """For two groups."""
-    return stream(place, (first, second)[place[0]])
+def stream(place: Place, batches: int, later: int | None = None) -> Any:
+    return DataLoader(Stream(place, batches, later), batch_size=None)
 
 
-# Fits
-
-
-def noting(distribution: str, inner: str = "sgd", seed: int = 0) -> Any:
-    """A module that logs over all ranks, and notes what happens to it."""
+def noting(distribution: str, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]) -> Any:
+    """A module that logs over all ranks, notes what happens to it, and has some methods of its own."""
     base = type(fits.module(distribution, inner, seed))
 
     class Noting(base):  # type: ignore[misc, valid-type]
@@ -107,7 +86,25 @@ def noting(distribution: str, inner: str = "sgd", seed: int = 0) -> Any:
             if not self.trainer.sanity_checking:
                 self.validated.append((self.trainer.current_epoch, self.trainer.fit_loop.batch_idx))
 
-    return Noting()
+    return type("Own", (Noting,), members)()
+
+
+def gan(distribution: str, seed: int, **members: Callable[..., Any]) -> Any:
+    """Manual optimization with two optimizers."""
+
+    def training_step(self: Any, parts: Any, index: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
+            optimizer.step()
+
+    def configure_optimizers(self: Any) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])]
+
+    own = {"training_step": training_step, "configure_optimizers": configure_optimizers}
+    module = type("Gan", (type(noting(distribution, seed=seed, **own)),), members)()
+    module.automatic_optimization = False
+    return module
 
 
 class Warned(logging.Handler):
@@ -116,15 +113,9 @@ class Warned(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.texts: list[str] = []
-        logging.getLogger("lightning_sdiloco.lightning.host").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
-
-    def taken(self) -> list[str]:
-        """What was said up to now, and no more."""
-        logging.getLogger("lightning_sdiloco.lightning.host").removeHandler(self)
-        return self.texts
 
 
 def run_fit(
@@ -140,16 +131,15 @@ def run_fit(
     **trainer_choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank; what must be the same in all ranks is under ``"common"``."""
-    warned = Warned()
+    logger, warned = logging.getLogger("lightning_sdiloco.lightning.host"), Warned()
+    logger.addHandler(warned)
     size = world_size // groups
-    place = rank // size, rank % size, size
     model = make(distribution, seed=rank)
     strategy = fits.strategy(distribution, worker_groups=groups, **choices)
-    trainer = fits.trainer(
-        distribution,
-        **{"strategy": strategy, "devices": world_size, "max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices},
-    )
-    trainer.fit(model, loader(place), stream((9, 0, 1), 2), ckpt_path=resume)
+    common = {"devices": world_size, "max_epochs": 2, "num_sanity_val_steps": 0}
+    trainer = fits.trainer(distribution, strategy=strategy, **{**common, **trainer_choices})
+    trainer.fit(model, loader((rank // size, rank % size, size)), stream((9, 0, 1), 2), ckpt_path=resume)
+    logger.removeHandler(warned)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     report = strategy.report()
     return {
@@ -166,20 +156,22 @@ def run_fit(
         "outer": strategy.outer_state_dict(),
         "model": {name: p.detach().clone() for name, p in model.named_parameters()},
         "idle": model.idle,
-        "warned": warned.taken(),
+        "warned": warned.texts,
         "inspected": inspect(trainer, model),
     }
 
 
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(values, other[name]) for name, values in one.items())
+
+
 def assert_together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """All ranks did the same and hold the same outer parameters. Returns what they did."""
-    first = ranks[0]
+    common: dict[str, Any] = ranks[0]["common"]
     for other in ranks[1:]:
-        assert other["common"] == first["common"]
-        for name, values in first["outer"].items():
-            assert torch.equal(other["outer"][name], values), name
-            assert torch.equal(other["model"][name], first["model"][name]), name
-    common: dict[str, Any] = first["common"]
+        assert other["common"] == common
+        assert same(other["outer"], ranks[0]["outer"])
+        assert same(other["model"], ranks[0]["model"])
     return common
 
 
@@ -192,24 +184,3 @@ def epochs(common: dict[str, Any]) -> list[int]:
 def fit(world_size: int, loader: Callable[[Place], Any], *args: Any, **choices: Any) -> list[dict[str, Any]]:
     """Fits in so many ranks."""
     return list(run_processes(lambda *place: run_fit(*place, loader, *args, **choices), world_size))
-
-
-def gan(distribution: str, seed: int) -> Any:
-    """Manual optimization with two optimizers."""
-    base = type(noting(distribution, seed=seed))
-
-    class Two(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, parts: Any, index: int) -> None:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(nn.functional.mse_loss(self.net(parts[0]), parts[1]))
-                optimizer.step()
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])]
-
-    return Two()
