@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import lightning_sdiloco
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from tests.engine.test_policies import trained
-from tests.engine.test_reference import assert_same, grouped
+from tests.engine.groups import Groups, copied, grouped
+from tests.engine.test_reference import assert_same
 from tests.methods import FOLDER, DelayedNesterov, EagerGroups, EagerUpdates, Paced, Stay
 from tests.ranks import run_ranks
 from tests.training import batch, inner_optimizer, mlp, train_step
@@ -101,29 +101,15 @@ def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: 
         assert value.item() == pytest.approx(theta, rel=1e-9, abs=1e-9)
 
 
-DELAYED: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 2,
-    "mixing": 0.25,
-    "fragments": grouped(2),
-    "compression": "fp4",
-}
-
-
 def test_every_step_it_is_nesterov_sgd() -> None:
     delayed = partial(DelayedNesterov, lr=0.7, momentum=0.9, every=1)
-    both = [
-        trained(2, 30, outer_optimizer=delayed, **DELAYED),
-        trained(2, 30, outer_lr=0.7, outer_momentum=0.9, **DELAYED),
-    ]
-    for values, expected in zip(both[0][0], both[1][0], strict=True):
-        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_delayed_nesterov_resumes_bit_for_bit() -> None:
-    choices = {**DELAYED, "outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=3, spread=0.1)}
-    for whole, resumed in zip(trained(2, 40, **choices), trained(2, 40, 14, **choices), strict=True):
-        assert all(map(torch.equal, whole, resumed))
+    models = []
+    for outer in ({"outer_optimizer": delayed}, {"outer_lr": 0.7, "outer_momentum": 0.9}):
+        run = Groups(2, "sgd", sync_every=4, overlap_steps=2, mixing=0.25, fragments=grouped(2), **outer)
+        run.until(30)
+        run.groups.finish()
+        models.append(copied(run.models[0].named_parameters()))
+    torch.testing.assert_close(*models, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.37])

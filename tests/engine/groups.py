@@ -1,14 +1,16 @@
-"""Worker groups that train: simulated ones, which stop and go on in new objects, and one rank of real ones."""
+"""Worker groups that train: simulated ones, which stop and go on in new objects, and a rank of real ones."""
 
 import io
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
-from tests.training import backward, inner_optimizer, mlp, train_step
+from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco.engine import StepClock
+from tests.training import backward, batch, inner_optimizer, mlp, train_step
 
 Values = dict[str, Tensor]
 
@@ -32,9 +34,50 @@ def unlike(one: Values, other: Values) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
+def grouped(fragments: int) -> list[list[str]]:
+    """The layers of `mlp` distributed over some fragments."""
+    return [[f"{2 * layer}.*" for layer in range(index, 4, fragments)] for index in range(fragments)]
+
+
 def outer_state(engine: StreamingDiLoCo) -> list[dict[str, Any]]:
     """What a rank holds of each fragment: ``outer``, ``state``, ``buffers``, ``memory``."""
     return list(engine.state_dict()["fragments"])
+
+
+def held(engine: StreamingDiLoCo, model: nn.Module) -> Values:
+    """All that a rank holds: its model, and of each fragment what the next rounds begin with."""
+    values = copied(model.state_dict())
+    for number, own in enumerate(outer_state(engine)):
+        of_fragment = {**own["state"], **{key: own[key] for key in ("outer", "memory", "residual")}}
+        values |= {f"{number} {key}": own.clone() for key, own in of_fragment.items() if isinstance(own, Tensor)}
+        values |= {f"{number} buffer {at}": buffer.clone() for at, buffer in enumerate(own["buffers"])}
+    return values
+
+
+def told(landing: Landing) -> tuple[Any, ...]:
+    """What ranks must agree on of a landing."""
+    return landing.fragment, landing.launched_at, landing.left_out, landing.outlying, landing.outer_lr
+
+
+def never(group: int, step: int) -> bool:
+    return False
+
+
+def once(group: int, step: int) -> int:
+    return 1
+
+
+def with_statistics(seed: int) -> nn.Sequential:
+    """With buffers, of which one changes seldom."""
+    model = nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
+    model.register_buffer("seldom", torch.zeros(2))
+    return model
+
+
+def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> None:
+    """Tells every group how fast its link is, and that an inner step takes a second."""
+    for engine, rate in zip(engines, rates, strict=False):
+        engine.link.fixed, engine.rounds.step_clock = rate, StepClock(1.0)
 
 
 class Groups:
@@ -44,28 +87,40 @@ class Groups:
         groups: Number of worker groups.
         inner: The inner optimizer.
         net: From a seed to a model.
+        links: Bytes per second of the link of each group.
+        idle: ``(group, step)`` to whether the group does not train.
+        micro_batches: ``(group, step)`` to how many it trains.
         choices: What is chosen for the engines.
     """
 
     def __init__(
-        self, groups: int = 2, inner: str = "adamw", net: Callable[[int], nn.Module] = mlp, **choices: Any
+        self,
+        groups: int = 2,
+        inner: str = "adamw",
+        net: Callable[[int], nn.Module] = mlp,
+        links: Sequence[float] = (),
+        idle: Callable[[int, int], bool] = never,
+        micro_batches: Callable[[int, int], int] = once,
+        **choices: Any,
     ) -> None:
+        self.made = {"groups": groups, "inner": inner, "net": net, "links": links, "idle": idle, **choices}
+        self.made["micro_batches"] = micro_batches
         self.models: list[Any] = [net(seed) for seed in range(groups)]
-        self.made = (groups, inner, net)
         self.optimizers = [inner_optimizer(inner, model) for model in self.models]
+        self.idle, self.micro_batches = idle, micro_batches
         self.choices, self.steps, self.landings = choices, 0, list[Landing]()
         self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
         self.engines = self.groups.engines
+        with_links(self.engines, links)
 
     def step(
-        self,
-        idle: Collection[int] = (),
-        trained: Sequence[int] = (),
-        then: Callable[[list[Any]], object] = lambda models: None,
+        self, idle: Collection[int] | None = None, then: Callable[[list[Any]], object] = lambda models: None
     ) -> list[Landing]:
         """Trains an inner step of every group, does something to the models, and returns what landed in the first."""
         self.steps += 1
-        training = [group for group in range(len(self.models)) if group not in idle]
+        every = range(len(self.models))
+        idle = [group for group in every if self.idle(group, self.steps)] if idle is None else idle
+        training = [group for group in every if group not in idle]
         for group in training:
             backward(self.models[group], self.optimizers[group], group, self.steps)
         self.groups.average_gradients(idle=idle)
@@ -73,6 +128,7 @@ class Groups:
             self.optimizers[group].step()
         with torch.no_grad():
             then(self.models)
+        trained = [self.micro_batches(group, self.steps) for group in every]
         landed = self.groups.step(trained=trained, idle=idle)[0]
         self.landings += landed
         return landed
@@ -81,18 +137,17 @@ class Groups:
         return [landing for _ in range(self.steps, step) for landing in self.step()]
 
     def seen(self) -> Values:
-        """Everything that must be the same: local and outer values, buffers too, inner state, counts."""
-        values = {f"outer {name}": tensor for name, tensor in self.groups.outer_state_dict().items()}
-        with self.engines[0].evaluate():
-            values |= {f"shown {name}": tensor.clone() for name, tensor in self.models[0].state_dict().items()}
-        for group, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            values |= {f"{group} {name}": tensor.clone() for name, tensor in model.state_dict().items()}
-            for index, state in enumerate(optimizer.state.values()):
-                values |= {f"{group} {index} {key}": value.clone() for key, value in state.items()}
-            counts = self.engines[group].report()
+        """Everything that must be the same: what groups hold and show, inner state, counts."""
+        values: Values = {}
+        for group, (engine, model) in enumerate(zip(self.engines, self.models, strict=True)):
+            values |= {f"{group} {name}": own for name, own in held(engine, model).items()}
+            for index, state in enumerate(self.optimizers[group].state.values()):
+                values |= {f"{group} inner {index} {key}": value.clone() for key, value in state.items()}
+            counts = engine.report()
             keys = ("inner_steps", "launches", "landings", "bytes_sent")
             values[f"{group} counts"] = torch.tensor([counts[key] for key in keys])
-        return values
+        with self.engines[0].evaluate():
+            return values | {f"shown {name}": own.clone() for name, own in self.models[0].state_dict().items()}
 
     def saved(self) -> Any:
         engines = [engine.state_dict() for engine in self.engines]
@@ -108,22 +163,67 @@ class Groups:
 
     def resumed(self) -> "Groups":
         """Others that go on from here, from what a checkpoint holds."""
-        groups, inner, net = self.made
-        return type(self)(groups, inner, net, **self.choices).load(self.saved())
+        return type(self)(**self.made).load(self.saved())
 
-    def after_landings(self, steps: int) -> list[Values]:
-        """Trains to the end; returns the outer parameters after every landing and at the end."""
-        seen = [self.groups.outer_state_dict() for _ in range(self.steps, steps) if self.step()]
-        self.groups.finish()
-        return [*seen, self.groups.outer_state_dict()]
+    def differs(self, expected: Mapping[int, Values], last: int) -> dict[int, list[str]]:
+        """Goes on up to a step; returns what is not as expected after the steps for which that is known."""
+        wrong = {}
+        while self.steps < last:
+            self.step()
+            if self.steps in expected and (names := unlike(self.seen(), expected[self.steps])):
+                wrong[self.steps] = names
+        return wrong
 
 
-def after_landings(engine: StreamingDiLoCo, model: nn.Module, group: int, steps: int, inner: str) -> list[Values]:
-    """The same in a process that is a rank."""
-    optimizer, seen = inner_optimizer(inner, model), []
+class Rank:
+    """The same in a process that is a rank, of a group of one or several, which may stop and go on in new objects."""
+
+    def __init__(
+        self,
+        rank: int,
+        joined: WorkerGroups,
+        inner: str = "adamw",
+        net: Callable[[int], nn.Module] = mlp,
+        links: Sequence[float] = (),
+        idle: Callable[[int, int], bool] = never,
+        micro_batches: Callable[[int, int], int] = once,
+        **choices: Any,
+    ) -> None:
+        self.group, self.size = joined.group_index, len(joined.topology.ranks)
+        self.place, self.idle, self.micro_batches = rank % self.size, idle, micro_batches
+        self.model: Any = net(rank)
+        self.optimizer = inner_optimizer(inner, self.model)
+        self.engine = StreamingDiLoCo(self.model, worker_groups=joined, inner_optimizers=[self.optimizer], **choices)
+        with_links([self.engine], links[self.group :])
+        ddp = {"process_group": joined.process_group, "broadcast_buffers": False}
+        self.wrapped = DistributedDataParallel(self.model, **ddp) if self.size > 1 else self.model
+
+    def step(self, step: int) -> list[Landing]:
+        rests = self.idle(self.group, step)
+        if not rests:
+            x, y = (part.chunk(self.size)[self.place] for part in batch(self.group, step))
+            self.optimizer.zero_grad()
+            nn.functional.mse_loss(self.wrapped(x), y).backward()
+        self.engine.launch_gradients(idle=rests)
+        self.engine.land_gradients()
+        if not rests:
+            self.optimizer.step()
+        return self.engine.step(trained=self.micro_batches(self.group, step), idle=rests)
+
+    def saved(self) -> Any:
+        return through_a_file([self.engine.state_dict(), self.optimizer.state_dict()])
+
+    def load(self, saved: Any) -> "Rank":
+        self.engine.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
+        return self
+
+
+def by_a_plain_loop(inner: str, group: int, steps: int) -> list[Values]:
+    """The parameters after every step of training without any exchange."""
+    model, seen = mlp(), []
+    optimizer = inner_optimizer(inner, model)
     for step in range(1, steps + 1):
         train_step(model, optimizer, group, step)
-        if engine.step():
-            seen.append(engine.outer_state_dict())
-    engine.finish()
-    return [*seen, engine.outer_state_dict()]
+        seen.append(copied(model.named_parameters()))
+    return seen

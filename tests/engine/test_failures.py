@@ -31,7 +31,7 @@ from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.lightning_pytorch import _Launcher
 from tests import fits
-from tests.engine.groups import Groups, outer_state, unlike
+from tests.engine.groups import Groups, unlike
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
@@ -55,14 +55,11 @@ class Run(Groups):
         return self.step(then=poison)
 
     def is_finite(self) -> bool:
-        state = [v for o in self.optimizers for s in o.state.values() for v in s.values()]
-        outer = [v for own in outer_state(self.engines[0]) for v in (own["outer"], *own["state"].values())]
-        parameters = [parameter for model in self.models for parameter in model.parameters()]
-        return all(bool(torch.as_tensor(values).isfinite().all()) for values in [*state, *outer, *parameters])
+        return all(bool(values.isfinite().all()) for values in self.seen().values())
 
 
 # Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
-@pytest.mark.parametrize("compression", ["fp32", "bf16", "fp4"])
+@pytest.mark.parametrize("compression", ["fp32", "fp4"])
 def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression: str) -> None:
     for mixing in (0.0, 0.5):
         run = Run(3, sync_every=6, overlap_steps=2, fragments=LAYERS, mixing=mixing, compression=compression)
@@ -70,47 +67,44 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression:
         landings = run.poisoned(1) + run.until(8)
         assert [landing.left_out for landing in landings] == [(1,)]
         assert run.is_finite(), "the group took the outer values wherever its own were not finite"
-        assert all(landing.left_out == () for landing in run.until(40)[1:])
+        assert all(landing.left_out == () for landing in run.until(30)[1:])
         run.groups.finish()
         assert run.is_finite()
-    # The mean is that of the groups that count.
+    # The mean is that of the groups that count, and a group that recovers keeps what was finite.
     choices = {**ONE, "mixing": 0.0, "exchange": "gather", "compression": compression}
-    three, two = Run(3, **choices), Run(2, **choices)
-    for own in (three, two):
+    for own, poisoned in ((three := Run(3, **choices), (2,)), (two := Run(2, **choices), ())):
         own.until(3)
-    three.poisoned(2)
-    two.poisoned()
+        own.poisoned(*poisoned)
     assert unlike(three.groups.outer_state_dict(), two.groups.outer_state_dict()) == []
-
-
-def test_a_group_that_recovers_keeps_what_was_finite() -> None:
     runs = [Run(sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
     for run, poisoned in zip(runs, ((1,), ()), strict=True):
         run.until(3)
         run.poisoned(*poisoned)
-    values, expected = (run.models[1].state_dict() for run in runs)
-    assert unlike(values, expected) == ["0.weight", "0.bias"]
+    assert unlike(*(run.models[1].state_dict() for run in runs)) == ["0.weight", "0.bias"]
 
 
-@pytest.mark.parametrize("resumed_after", [(), (5,), (4, 8)])
-def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row(resumed_after: tuple[int, ...]) -> None:
+def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_all_groups_at_once() -> None:
+    for resumed_after in ((), (5,), (4, 8)):
+        run = Run(**ONE)
+        for step in range(1, 12):
+            run.poisoned(1)
+            run = run.resumed() if step in resumed_after else run  # type: ignore[assignment]
+        with pytest.raises(AgreementError, match=r"worker group 1 was not finite 3 times in a row"):
+            run.poisoned(1)
     run = Run(**ONE)
-    for step in range(1, 12):
-        run.poisoned(1)
-        if step in resumed_after:
-            run = run.resumed()  # type: ignore[assignment]
-    with pytest.raises(AgreementError, match=r"worker group 1 was not finite 3 times in a row"):
-        run.poisoned(1)
+    run.until(3)
+    with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
+        run.poisoned(0, 1)
 
 
-def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error() -> None:
+def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error_and_nor_is_an_overflown_norm() -> None:
     # In the second case each event is told of twice: a fragment is launched just before the group recovers.
     for choices in (ONE, {"sync_every": 8, "overlap_steps": 4, "fragments": [["[02].*"], ["[46].*"]]}):
         run, every = Run(compression="fp32", **choices), choices["sync_every"]
-        for step in range(1, 9 * every + 1):
+        for step in range(1, 6 * every + 1):
             run.poisoned(*((1,) if step % (3 * every) in (every, 2 * every) else ()), everywhere=True)
         assert run.is_finite()
-    for every, resumes in ((8, False), (8, True), (4, True), (1, False)):
+    for every, resumes in ((8, False), (4, True), (1, False)):
         run = Run(sync_every=every, overlap_steps=every - 1, fragments=LAYERS, compression="fp32")
         run.until(2 * every - 1)
         landings = run.poisoned(1, everywhere=True)
@@ -119,9 +113,6 @@ def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error() 
             landings += run.until(step)
         assert sum(landing.left_out == (1,) for landing in landings) >= 2
         assert run.is_finite()
-
-
-def test_a_group_whose_norm_overflows_counts_where_all_its_values_are_finite() -> None:
     run = Run(**ONE, compression="fp32", mixing=0.0)
     run.until(3)
     (landing,) = run.step(then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()])
@@ -129,30 +120,17 @@ def test_a_group_whose_norm_overflows_counts_where_all_its_values_are_finite() -
     assert min(float(values.abs().max()) for values in run.groups.outer_state_dict().values()) > 1e37
 
 
-def test_all_groups_not_finite_is_an_error_that_names_them() -> None:
-    run = Run(**ONE)
-    run.until(3)
-    with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
-        run.poisoned(0, 1)
+def with_buffers(groups: int, **choices: Any) -> Run:
+    def net(seed: int = 0) -> nn.Module:
+        model = nn.Sequential(*mlp(), nn.BatchNorm1d(3))
+        model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))  # never changes, and is never finite
+        return model
 
-
-# Buffers
-
-
-def with_statistics(seed: int = 0) -> nn.Sequential:
-    """103,000 parameters with BatchNorm, and with a mask that is infinite by design."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
-    model.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
-    return model
+    return Run(groups, "sgd", net, **{**ONE, "compression": "fp32", **choices})
 
 
 def statistics(model: Any) -> Tensor:
-    return torch.cat([model[1].running_mean, model[1].running_var])
-
-
-def with_buffers(groups: int, **choices: Any) -> Run:
-    return Run(groups, "sgd", with_statistics, **{**ONE, "compression": "fp32", **choices})
+    return torch.stack([model[7].running_mean, model[7].running_var])
 
 
 def shown(run: Run, group: int) -> Tensor:
@@ -160,39 +138,38 @@ def shown(run: Run, group: int) -> Tensor:
         return statistics(run.models[group]).clone()
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("mixing", [0.0, 1.0])
 def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_model(
     mixing: float, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = with_buffers(3, overlap_steps=1, mixing=mixing)
     run.until(3)
-    run.step(then=lambda models: models[1][1].running_var[7].fill_(NAN))
+    run.step(then=lambda models: models[1][7].running_var[1].fill_(NAN))
     sent = [statistics(model).clone() for model in run.models]
     assert [landing.left_out for landing in run.step()] == [()], "what was trained counts"
     means = shown(run, 0)
-    torch.testing.assert_close(means[:500], sum(sent[1:], sent[0])[:500] / 3)
-    torch.testing.assert_close(means[500:], (sent[0] + sent[2])[500:] / 2)
+    torch.testing.assert_close(means[0], sum(sent[1:], sent[0])[0] / 3)
+    torch.testing.assert_close(means[1], (sent[0] + sent[2])[1] / 2)
     assert all(torch.equal(shown(run, group), means) for group in (1, 2))
-    assert torch.equal(run.models[1][1].running_var, means[500:])
+    assert torch.equal(run.models[1][7].running_var, means[1])
     assert all(bool(statistics(model).isfinite().all()) for model in run.models)
-    told = [record.message for record in caplog.records if "left out of the mean" in record.message]
-    assert len(told) == 1
-    assert "'1.running_var' of worker group 1." in told[0]
     run.until(12)
     run.groups.finish()
-    assert all(torch.equal(model.mask, with_statistics().mask) for model in run.models)
+    assert all(model.mask.tolist() == [float("-inf"), 0.0] for model in run.models)
     assert all(torch.equal(statistics(model), statistics(run.models[0])) for model in run.models)
-    assert len([record for record in caplog.records if "left out of the mean" in record.message]) == 1
+    told = [record.message for record in caplog.records if "left out of the mean" in record.message]
+    assert len(told) == 1
+    assert "'7.running_var' of worker group 1." in told[0]
 
 
 def test_an_outer_buffer_stays_as_it_was_where_no_group_has_a_finite_one() -> None:
     run = with_buffers(2)
     run.until(7)
     before = shown(run, 0)
-    run.step(then=lambda models: [model[1].running_var[7].fill_(NAN) for model in models])
+    run.step(then=lambda models: [model[7].running_var[1].fill_(NAN) for model in models])
     after = shown(run, 1)
-    assert torch.equal(after[500:], before[500:])
-    assert not torch.equal(after[:500], before[:500])
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])
     assert all(bool(statistics(model).isfinite().all()) for model in run.models)
 
 
@@ -201,14 +178,14 @@ def test_the_plain_mean_of_buffers_is_over_those_that_are_finite(warmup_steps: i
     for finishes in (False, True):
         run = with_buffers(2, overlap_steps=1, warmup_steps=warmup_steps)
         run.until(2)
-        run.models[0][1].running_var.fill_(NAN)
-        expected = run.models[1][1].running_var.clone()
+        run.models[0][7].running_var.fill_(NAN)
+        expected = run.models[1][7].running_var.clone()
         if finishes:
             run.groups.finish()
-            assert torch.equal(run.models[0][1].running_var, expected)
+            assert torch.equal(run.models[0][7].running_var, expected)
         else:
             with run.engines[1].evaluate(run.groups.group_mean()):
-                assert torch.equal(run.models[1][1].running_var, expected)
+                assert torch.equal(run.models[1][7].running_var, expected)
 
 
 # Groups that do not answer, or that die
@@ -227,14 +204,14 @@ def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> None:
         sync_every=8,
         overlap_steps=3,
         fragments=[["0.*"], ["[246].*"]],
-        timeout=timedelta(seconds=2.5),
+        timeout=timedelta(seconds=1.5),
     )
     optimizer = inner_optimizer("sgd", model)
     for step in range(1, 40):
         if step == 9 and rank // size == groups - 1:
             if not stalls:
                 os._exit(3)
-            time.sleep(5)
+            time.sleep(3.5)
         train_step(wrapped, optimizer, rank // size, step)
         engine.step()
 
@@ -281,16 +258,16 @@ def test_a_group_that_is_late_by_less_than_a_millisecond_has_not_gone_away() -> 
 
 def test_at_a_landing_a_rank_waits_for_the_others_of_its_group_twice_as_long_as_for_a_flight() -> None:
     def gather_in_vain(rank: int, world_size: int) -> float:
-        topology = WorkerGroups(1, timeout=timedelta(seconds=1.5)).topology
+        topology = WorkerGroups(1, timeout=timedelta(seconds=0.6)).topology
         start = time.monotonic()
         if rank == 1:
-            time.sleep(4.5)
+            time.sleep(2)
             return 0.0
-        with pytest.raises(RuntimeError, match="Timed out waiting 3000ms"):
+        with pytest.raises(RuntimeError, match="Timed out waiting 1200ms"):
             topology.stages[-1].all_gather(torch.zeros(1))
         return time.monotonic() - start
 
-    assert 3 <= run_ranks(gather_in_vain, 2)[0] < 9
+    assert 1.2 <= run_ranks(gather_in_vain, 2)[0] < 9
 
 
 def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon() -> None:
@@ -316,7 +293,7 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon() -> None:
 # In real trainers: what the other ranks say of one that fails, or that keeps them waiting
 
 # Ranks that start later than this would fail before.
-TIMEOUT = 3.0
+TIMEOUT = 2.0
 
 
 def failing(distribution: str, where: str, is_failing: bool) -> Any:
@@ -418,11 +395,9 @@ GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its outp
 @pytest.mark.parametrize(
     ("world_size", "failing_rank", "place", "distribution"),
     [
-        (2, 1, "training_step", "pytorch_lightning"),
         (4, 3, "training_step", LIGHTNING),
-        (4, 1, "validation_step", LIGHTNING),
+        (4, 1, "validation_step", "pytorch_lightning"),
         (2, 1, "on_save_checkpoint", LIGHTNING),
-        (2, 1, "configure_optimizers", LIGHTNING),
         (2, 1, "the data", LIGHTNING),
     ],
 )
@@ -469,7 +444,7 @@ def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
     groups: int, where: str, told: str, tmp_path: Path
 ) -> None:
     (error, _), _ = fitted(tmp_path, 2, where, 1, groups=groups)
-    assert "Timed out waiting 3000ms" in error
+    assert "Timed out waiting 2000ms" in error
     assert told in error
 
 

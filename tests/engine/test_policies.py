@@ -1,10 +1,13 @@
-"""Policies in an engine: against plain loops, over a stop and a resume, in processes, and where they are refused."""
+"""Policies: what decides when fragments launch, how much groups count, and how they land; their rules and refusals.
 
+That an engine follows them, `test_reference` and `test_every_way` show.
+"""
+
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf
-from pathlib import Path
-from statistics import median
+from math import exp, inf, isclose, sqrt
+from statistics import median, pstdev
 from typing import Any
 
 import hypothesis.strategies as st
@@ -21,6 +24,7 @@ from lightning_sdiloco import (
     Heard,
     LandingRule,
     LaunchSchedule,
+    Mix,
     OuterOptimizer,
     Schedule,
     Selective,
@@ -29,111 +33,14 @@ from lightning_sdiloco import (
     TwoShot,
     Weighing,
 )
-from lightning_sdiloco.algorithm import Settings
-from tests.engine.groups import Groups, outer_state
-from tests.engine.test_reference import assert_follows, by_engine, by_loops, grouped
+from lightning_sdiloco.algorithm import Aggregation, Every, Settings
+from tests.engine.groups import Groups, grouped, outer_state
 from tests.methods import ByMedian, ByNorm, ZScore
-from tests.ranks import run_ranks
-from tests.training import inner_optimizer, mlp, train_step
-
-CHOICES: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 2,
-    "mixing": 0.25,
-    "fragments": grouped(2),
-    "outer_lr": 0.7,
-    "outer_momentum": 0.9,
-}
 
 
-def fewer(group: int, step: int) -> bool:
-    """Group 1 trains in half of the steps."""
-    return group == 1 and step % 2 == 0
-
-
-class SelectiveLoop:
-    """SelSync for worker groups in plain loops, with lists in place of a state."""
-
-    def __init__(self, fragments: int, every: int, threshold: float = 0.4, most: int = 4) -> None:
-        self.every, self.threshold, self.most = every, threshold, most
-        self.at = [every + p * every // fragments for p in range(fragments)]
-        self.times, self.before = [1] * fragments, [[0.0]] * fragments
-
-    def due(self, step: int) -> list[int]:
-        return [p for p, at in enumerate(self.at) if at == step]
-
-    def landed(self, p: int, launched_at: int, norms: Sequence[float], trained: Sequence[int]) -> None:
-        now = [norm / max(1, steps) for norm, steps in zip(norms, trained, strict=True)]
-        calm = len(self.before[p]) == len(now)
-        for m, steps in enumerate(trained if calm else ()):
-            calm = calm and (not steps or abs(now[m] - self.before[p][m]) < self.threshold * self.before[p][m])
-        self.times[p] = min(self.most, self.times[p] * 2) if calm else 1
-        self.at[p], self.before[p] = launched_at + self.every * self.times[p], now
-
-
-def shares_by_norm(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
-    raw = [steps * exp(-norm / 0.05) for norm, steps in zip(norms, trained, strict=True)]
-    return [share / sum(raw) for share in raw]
-
-
-def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
-    middle = median(norms)
-    return [
-        steps / sum(trained) * min(1, middle / norm if norm else 1) for norm, steps in zip(norms, trained, strict=True)
-    ]
-
-
-class ZScoreLoop:
-    """EDiT's guard in plain loops, with a list of what was seen in place of a state."""
-
-    def __init__(self, threshold: float, alpha: float, warmup: int) -> None:
-        self.threshold, self.alpha, self.warmup = threshold, alpha, warmup
-        self.seen: dict[tuple[int, int], tuple[int, float, float]] = {}
-        self.left_out = 0
-
-    def __call__(self, p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
-        told = enumerate(zip(norms, trained, strict=True))
-        counts = [self.counted(p, m, norm, steps) for m, (norm, steps) in told]
-        return [count / sum(counts) for count in counts]
-
-    def counted(self, p: int, m: int, norm: float, steps: int) -> int:
-        if not steps:
-            return 0
-        n, average, variance = self.seen.get((p, m), (0, 0.0, 0.0))
-        longest = average + self.threshold * variance**0.5 if n >= self.warmup else inf
-        alpha, off = max(self.alpha, 1 / (n + 1)), min(norm, longest) - average
-        self.seen[p, m] = n + 1, average + alpha * off, (1 - alpha) * (variance + alpha * off * off)
-        self.left_out += norm > longest
-        return steps if norm <= longest else 0
-
-
-def test_policies_follow_plain_loops() -> None:
-    guard, times = ZScoreLoop(threshold=1.2, alpha=0.1, warmup=2), {0: SelectiveLoop(2, 4), 3: SelectiveLoop(2, 4)}
-
-    def selective(warmup_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        loop = times[warmup_steps]
-        told = {
-            "due": lambda step: loop.due(step - warmup_steps),
-            "landed": lambda p, at, *seen: loop.landed(p, at - warmup_steps, *seen),
-        }
-        number = {"warmup_steps": warmup_steps}
-        return {**number, **told}, {**number, "schedule": Selective(threshold=0.4)}
-
-    for groups, inner, steps, loops, own in (
-        (3, "adamw", 60, *selective(0)),
-        (3, "adamw", 60, *selective(3)),
-        (3, "sgd", 30, {"shares": shares_by_norm}, {"weighing": ByNorm(temperature=0.05)}),
-        (3, "sgd", 30, {"shares": shares_by_median}, {"weighing": ByMedian()}),
-        (3, "sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
-        (2, "adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
-    ):
-        expected = by_loops(inner, groups, steps, idle=fewer, **{**CHOICES, **loops})
-        outers, _, models = by_engine(inner, groups, steps, fewer, **{**CHOICES, **own})
-        assert_follows(outers, models, expected, 20)
-        plain = by_loops(inner, groups, steps, idle=fewer, **CHOICES)
-        assert any(not torch.allclose(values, plain.outer[name]) for name, values in expected.outer.items()), own
-        assert "schedule" not in own or 8 < len(expected.launches) < 25, "strides differ"
-    assert guard.left_out >= 2
+def said(norm: float = 1.0, weight: int = 100, finite: bool = True) -> Control:
+    """What a group says at the launch of fragment 0."""
+    return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
 
 
 # Policies of a user
@@ -174,7 +81,7 @@ class Loudest(Weighing):
 
 @dataclass(frozen=True)
 class DelayCompensation(LandingRule):
-    """Corrects what was trained in flight for where it should have been trained, by a rule of a user's own."""
+    """Corrects what was trained in flight for where it should have been trained."""
 
     strength: float = 0.5
     kept: float = 0.0
@@ -188,9 +95,130 @@ class DelayCompensation(LandingRule):
         local.copy_(after + steps * (step + self.strength * step * step * (after - sent)))
 
 
-OWN: dict[str, Any] = {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation()}
-BUILT_IN: dict[str, Any] = {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()}
+# When fragments launch
 
+SCHEDULES = st.builds(Schedule, st.integers(2, 12), st.just(0), st.integers(1, 5))
+
+
+def launches(
+    rule: LaunchSchedule, schedule: Schedule, steps: int, rates: Sequence[float] = ()
+) -> list[tuple[int, int]]:
+    """What is launched where two groups train with a rate that may change from step to step."""
+    state, last, launched = rule.start(schedule), dict.fromkeys(range(schedule.fragments), 0), []
+    for step in range(1, steps + 1):
+        for fragment in rule.due(state, step):
+            trained = step - last[fragment]
+            rate = rates[step - 1] if rates else 1.0
+            state = json.loads(json.dumps(state))  # as in a checkpoint
+            state = rule.heard(state, Heard(fragment, step, (0, 1), (rate * trained,) * 2, (trained,) * 2))
+            launched.append((step, fragment))
+            last[fragment] = step
+    return launched
+
+
+@given(schedule=SCHEDULES, most=st.integers(1, 5), since=st.integers(0, 40))
+def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits_longer_than_is_said(
+    schedule: Schedule, most: int, since: int
+) -> None:
+    expected = [(step, fragment) for step in range(1, 60) for fragment in schedule.launches(step)]
+    assert [launches(rule, schedule, 59) for rule in (Every(), Selective(threshold=0), Selective(most=1))] == [
+        expected
+    ] * 3
+    rule = Selective(most=most)
+    first = next(step for step, _ in launches(rule, schedule, 200) if step > since)
+    assert first - since <= rule.longest_wait(schedule, since)
+
+
+def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
+    rates = [1.0 if step <= 150 else 2.0 for step in range(1, 300)]
+    steps = [step for step, _ in launches(Selective(threshold=0.3, most=4), Schedule(10, 0, 1), 299, rates)]
+    assert [(b - a) // 10 for a, b in zip(steps, steps[1:], strict=False)] == [1, 2, 4, 4, 4, 1, 2, 4, 4]
+    # By the rates of before, who counts, norms and steps trained: one group that changes is enough, one that is absent
+    # is not asked, and one that did not move has changed once it does.
+    for rate, counted, norms, trained, stride in (
+        (1.0, (0, 1), (10.0, 20.0), (10, 10), 1),
+        (1.0, (0,), (10.0, 20.0), (10, 10), 2),
+        (1.0, (0, 1), (20.0, 10.0), (20, 10), 2),
+        (0.0, (0, 1), (10.0, 20.0), (10, 10), 1),
+        (0.0, (0, 1), (10.0, 0.0), (10, 10), 2),
+    ):
+        state = {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, rate]]}
+        assert Selective().heard(state, Heard(0, 20, counted, norms, trained))["stride"] == [stride]
+    for wrong in ({"threshold": -1}, {"most": 0}, {"most": 1.5}):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            Selective(**wrong)  # type: ignore[arg-type]
+
+
+# How much groups count
+
+
+@given(
+    norms=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8),
+    weights=st.lists(st.integers(1, 100), min_size=8, max_size=8),
+)
+def test_by_norm_is_a_softmax_and_by_median_bounds_what_a_group_adds(norms: list[float], weights: list[int]) -> None:
+    factors = ByNorm(temperature=2.0).count([said(*own) for own in zip(norms, weights, strict=False)], None).factors
+    total = sum(weight * exp(-norm / 2 + min(norms) / 2) for norm, weight in zip(norms, weights, strict=False))
+    for group, factor in factors.items():
+        share = weights[group] * exp(-norms[group] / 2 + min(norms) / 2) / total
+        assert isclose(factor / len(norms), share, rel_tol=1e-9, abs_tol=1e-300)
+    assert isclose(sum(factors.values()), len(norms), rel_tol=1e-9)
+    plain = ByNorm(temperature=1e12).count([said(norm) for norm in norms], None).factors
+    assert all(isclose(factor, 1, rel_tol=1e-6) for factor in plain.values())
+    for group, factor in ByMedian().count([said(norm) for norm in norms], None).factors.items():
+        assert isclose(norms[group] * factor, min(norms[group], median(norms)), rel_tol=1e-9)
+
+
+@pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
+def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighing) -> None:
+    state = weighing.start(4)
+    controls = [said(), said(weight=0), said(finite=False), said(2.0)]
+    assert sorted(weighing.count(controls, state).factors) == [0, 3]
+    assert weighing.count([said(weight=0)] * 4, state).factors == {}
+    # A norm may overflow where every value is finite.
+    for overflown in ([said(inf)] * 2 + controls[:1] * 2, [said(inf)] * 4):
+        assert all(factor >= 0 for factor in weighing.count(overflown, state).factors.values())
+
+
+@given(norms=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=30))
+def test_until_its_warmup_a_z_score_knows_the_plain_mean_and_deviation(norms: list[float]) -> None:
+    weighing, state = ZScore(alpha=1e-6, warmup=1000), [[0, 0.0, 0.0]]
+    for norm in norms:
+        state = weighing.heard([said(norm)], state)
+    count, mean, variance = state[0]
+    assert (count, mean) == (len(norms), pytest.approx(sum(norms) / len(norms)))
+    assert sqrt(max(0.0, variance)) == pytest.approx(pstdev(norms), rel=1e-6, abs=1e-6)
+
+
+def test_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> None:
+    usual = [1.0, 1.2, 0.8, 1.1, 0.9] * 4
+    for norms in ([*usual, 100.0, *usual], [*usual, *[3.0] * 60]):
+        weighing, out = ZScore(threshold=3.0, alpha=0.1, warmup=10), []
+        state: Any = weighing.start(2)
+        for norm in norms:
+            controls = [said(), said(norm)]
+            out.append(1 in weighing.count(controls, state).outlying)
+            state = json.loads(json.dumps(weighing.heard(controls, state)))
+        assert out[20]
+        assert not any(out[:20] + out[-20:])
+
+
+# How they land
+
+
+def test_carry_keeps_what_was_trained_in_flight() -> None:
+    sent, before, after, in_flight = torch.randn(4, 50).unbind()
+    local = sent + in_flight
+    Carry().merge(local, Carry().gathered(before - sent, before, after), steps=5)
+    torch.testing.assert_close(local, after + in_flight)
+    for rule in (Mix(0.0), Carry()):
+        local = sent.clone()
+        rule.merge(local, rule.gathered(before - sent, before, after), steps=0)
+        torch.testing.assert_close(local, after)
+
+
+# In an engine
 
 MANY: list[dict[str, Any]] = [
     {"schedule": Selective(0.4), "weighing": ZScore(threshold=1.5, alpha=0.2, warmup=2), "mixing": Carry()},
@@ -200,16 +228,16 @@ MANY: list[dict[str, Any]] = [
 ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     choices=st.sampled_from(MANY),
-    idle=st.lists(st.sets(st.integers(0, 2), max_size=3), min_size=20, max_size=30),
+    idle=st.lists(st.sets(st.integers(0, 2), max_size=3), min_size=20, max_size=25),
     overlap_steps=st.integers(0, 3),
 )
 def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between_launches(
     choices: dict[str, Any], idle: list[set[int]], overlap_steps: int
 ) -> None:
-    run = Groups(3, "sgd", **{**CHOICES, "overlap_steps": overlap_steps, **choices})
+    run = Groups(3, "sgd", sync_every=4, overlap_steps=overlap_steps, fragments=grouped(2), **choices)
     for away in idle:
         sent = run.engines[0].report()["bytes_sent"]
         landed = run.step(idle=away)
@@ -218,52 +246,6 @@ def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between
         # Bytes count when they have landed, and nothing else sends any.
         assert landed or run.engines[0].report()["bytes_sent"] == sent
     assert len(run.landings) <= run.engines[0].report()["launches"] <= len(run.landings) + 2
-
-
-def trained(groups: int, steps: int, at: int | None = None, **choices: Any) -> list[list[Tensor]]:
-    """What groups hold in the end, stopped once and gone on with in new engines, which have heard nothing."""
-    run = Groups(groups, "sgd", **choices)
-    if at is not None:
-        run.until(at)
-        run = run.resumed()
-    run.until(steps)
-    run.groups.finish()
-    return [[parameter.detach().clone() for parameter in model.parameters()] for model in run.models]
-
-
-def test_a_run_with_policies_resumes_bit_for_bit() -> None:
-    for policies in (OWN, BUILT_IN):
-        choices = {**CHOICES, "compression": "fp4", **policies}
-        whole = trained(2, 40, **choices)
-        for at in (5, 14, 23):
-            for one, other in zip(whole, trained(2, 40, at, **choices), strict=True):
-                assert all(map(torch.equal, one, other)), (policies, at)
-
-
-def in_process(rank: int, world_size: int, compression: str, folder: str) -> list[Tensor]:
-    """Two groups, of one rank each or of two that own a shard."""
-    model = mlp()
-    engine = StreamingDiLoCo(model, worker_groups=2, compression=compression, **CHOICES | BUILT_IN)
-    optimizer = inner_optimizer("sgd", model)
-    for step in range(1, 31):
-        train_step(model, optimizer, rank // (world_size // 2), step)
-        engine.step()
-        if step == 20:
-            engine.save(str(Path(folder) / "state.pt"))
-    engine.finish()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(("ranks", "compression"), [(2, "fp4"), (4, "fp32")])
-def test_processes_do_what_the_simulation_does(ranks: int, compression: str, tmp_path: Path) -> None:
-    alone = trained(2, 30, compression=compression, **CHOICES | BUILT_IN)
-    # Ranks that share a group sum norms in another order.
-    same = torch.equal if ranks == 2 else torch.allclose
-    for held in run_ranks(in_process, ranks, compression, str(tmp_path)):
-        assert all(map(same, held, alone[0]))
-
-
-# Refusals
 
 
 class NoDataclass(LaunchSchedule):

@@ -1,8 +1,10 @@
 """Algorithm 2 in plain loops against answers that are known without it, and the engine against those loops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
+from math import exp, inf
+from statistics import median
 from typing import Any
 
 import pytest
@@ -12,26 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import Carry, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import Carry, OuterOptimizer, Selective, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from tests import reference
-from tests.engine.groups import Groups, Values, after_landings, copied, unlike
+from tests.engine.groups import Groups, Values, by_a_plain_loop, copied, grouped, never, once, unlike
 from tests.fits import LIGHTNING, fit
+from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_processes, run_ranks
-from tests.reference import Result, is_launched, outer_step, run
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
-
-
-def never(group: int, step: int) -> bool:
-    return False
-
-
-def once(group: int, step: int) -> int:
-    return 1
-
-
-def grouped(fragments: int) -> list[list[str]]:
-    """The layers of the model distributed over some fragments."""
-    return [sum(LAYERS[index::fragments], []) for index in range(fragments)]
+from tests.reference import Result, outer_step, run
+from tests.training import batch, inner_optimizer, mlp, train_step
 
 
 def by_loops(inner: str, groups: int, steps: int, fragments: list[list[str]], **choices: Any) -> Result:
@@ -51,19 +41,14 @@ def by_engine(
     **choices: Any,
 ) -> tuple[list[Values], list[list[Values]], list[Any]]:
     """Trains it by the engine: outer parameters after every step and at the end, local ones, and the models."""
-    trained, outers, locals_ = Groups(groups, inner, compression="fp32", **choices), [], []
-    for step in range(1, steps + 1):
-        trained.step(
-            idle=[group for group in range(groups) if idle(group, step)],
-            trained=[micro_batches(group, step) for group in range(groups)],
-        )
+    choices = {"compression": "fp32", "idle": idle, "micro_batches": micro_batches, **choices}
+    trained, outers, locals_ = Groups(groups, inner, **choices), [], []
+    for _ in range(steps):
+        trained.step()
         outers.append(trained.groups.outer_state_dict())
         locals_.append([copied(model.named_parameters()) for model in trained.models])
     trained.groups.finish()
     return [*outers, trained.groups.outer_state_dict()], locals_, trained.models
-
-
-EPSILON = torch.finfo(torch.float32).eps
 
 
 def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
@@ -76,7 +61,7 @@ def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
     """
     assert sorted(actual) == sorted(expected)
     for name, values in expected.items():
-        atol = (1e-6 + 2 * EPSILON * outer_steps) * float(values.detach().abs().max())
+        atol = (1e-6 + 2 * torch.finfo(torch.float32).eps * outer_steps) * float(values.detach().abs().max())
         torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=atol)
 
 
@@ -88,26 +73,14 @@ def assert_follows(outers: list[Values], models: list[Any], expected: Result, ou
         assert_same(dict(model.named_parameters()), expected.outer, outer_steps)
 
 
-# Answers that are known
+# Answers that are known, for the loops and for the engine
 
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "overlap_steps": 0}
 
 
-def by_both(inner: str, groups: int, steps: int, **choices: Any) -> Iterator[tuple[list[Values], list[list[Values]]]]:
-    """Outer parameters after every step and at the end, and local ones, by the loops and by the engine."""
-    loops = by_loops(inner, groups, steps, **choices)
-    yield [*loops.outers, loops.outer], loops.locals
-    yield by_engine(inner, groups, steps, **choices)[:2]
-
-
-def alone(group: int, inner: str, steps: int) -> list[Values]:
-    """The parameters after every step of training without any exchange."""
-    model, seen = mlp(), []
-    optimizer = inner_optimizer(inner, model)
-    for step in range(1, steps + 1):
-        train_step(model, optimizer, group, step)
-        seen.append(copied(model.named_parameters()))
-    return seen
+def by_both(*run: Any, **choices: Any) -> list[tuple[list[Values], list[list[Values]]]]:
+    loops = by_loops(*run, **choices)
+    return [([*loops.outers, loops.outer], loops.locals), by_engine(*run, **choices)[:2]]
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -129,23 +102,10 @@ def test_keeping_all_of_the_local_parameters_is_independent_training_and_so_is_o
     keeping = {"sync_every": 4, "overlap_steps": 1, "mixing": 1.0, "outer_lr": 0.7, "outer_momentum": 0.9}
     for _, locals_ in by_both(inner, 2, 12, fragments=grouped(2), **keeping):
         for group in range(2):
-            assert [unlike(one[group], own) for one, own in zip(locals_, alone(group, inner, 12), strict=True)] == (
-                [[]] * 12
-            )
+            alone = by_a_plain_loop(inner, group, 12)
+            assert [unlike(one[group], own) for one, own in zip(locals_, alone, strict=True)] == [[]] * 12
     for _, locals_ in by_both(inner, 1, 11, fragments=grouped(4), sync_every=4, **PLAIN):
-        torch.testing.assert_close([own for (own,) in locals_], alone(0, inner, 11), rtol=1e-5, atol=1e-6)
-
-
-def test_launches_are_those_of_the_paper_with_offsets_rounded_down() -> None:
-    steps = range(1, 401)
-    assert [t for t in steps if is_launched(t, 0, 2, 100)] == [100, 200, 300, 400]
-    assert [t for t in steps if is_launched(t, 1, 2, 100)] == [150, 250, 350]
-    # t_p = floor(p * 5 / 3) = 0, 1, 3; and with more fragments than steps floor(p * 2 / 4) = 0, 0, 1, 1.
-    assert [next(t for t in range(1, 20) if is_launched(t, p, 3, 5)) for p in range(3)] == [5, 6, 8]
-    result = by_loops("sgd", 2, 5, grouped(4), sync_every=2, **{**PLAIN, "overlap_steps": 1})
-    assert result.launches == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0), (4, 1), (5, 2), (5, 3)]
-    # The last two land at the end, one step early.
-    assert result.landings == [(3, 0), (3, 1), (4, 2), (4, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
+        torch.testing.assert_close([own for (own,) in locals_], by_a_plain_loop(inner, 0, 11), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -223,6 +183,10 @@ def test_an_example_worked_out_by_hand() -> None:
     for names in (["0.weight"], ["0.*", "0.*"]):
         with pytest.raises(AssertionError, match="each name in one fragment"):
             by_loops("sgd", 2, 1, [names], sync_every=1, **PLAIN)
+    # Of more fragments than steps the last two land at the end, one step early.
+    result = by_loops("sgd", 2, 5, grouped(4), sync_every=2, **{**PLAIN, "overlap_steps": 1})
+    assert result.launches == [(2, 0), (2, 1), (3, 2), (3, 3), (4, 0), (4, 1), (5, 2), (5, 3)]
+    assert result.landings == [(3, 0), (3, 1), (4, 2), (4, 3), (5, 0), (5, 1), (5, 2), (5, 3)]
 
 
 # The engine, bit for bit where all sums are exact
@@ -355,10 +319,7 @@ def drawn(draw: st.DrawFn) -> dict[str, Any]:
 def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
     choices: dict[str, Any], batches: list[int], warm_up: int, inner: str
 ) -> None:
-    """Epochs of as many inner steps as the group with the most batches; the others are idle at the end of each.
-
-    In an inner step, groups train unequal numbers of micro-batches.
-    """
+    """Epochs of as many inner steps as the group with the most batches; groups train unequal micro-batches."""
 
     def idle(group: int, step: int) -> bool:
         return (step - 1) % max(1, *batches) >= batches[group]
@@ -366,54 +327,24 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
     def rate(number: int) -> float:
         return min(1.0, (number + 1) / (warm_up + 1))
 
-    def micro_batches(group: int, step: int) -> int:
-        return 1 + (group + step * warm_up) % 3
-
     base = choices.pop("outer_lr")
-    counts = {"idle": idle, "micro_batches": micro_batches}
+    counts = {"idle": idle, "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3}
     expected = by_loops(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), **counts, **choices)
-    own = {
-        **choices,
-        "outer_lr": base,
-        "outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate)),
-    }
-    outers, _, models = by_engine(inner, len(batches), 25, **counts, **own)
+    schedule = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))
+    own = {**choices, **counts, "outer_lr": base, "outer_optimizer": schedule}
+    outers, _, models = by_engine(inner, len(batches), 25, **own)
     assert_follows(outers, models, expected, 1 + choices["warmup_steps"] + 25 // choices["sync_every"])
-
-
-CHOICES: dict[str, Any] = {
-    "sync_every": 6,
-    "overlap_steps": 4,
-    "mixing": 0.5,
-    "fragments": grouped(3),
-    "outer_lr": 0.4,
-    "outer_momentum": 0.9,
-}
-
-
-def test_real_processes_give_the_same_bits_as_the_simulation() -> None:
-    def own(rank: int, world_size: int) -> dict[str, Any]:
-        wrong = {}
-        for inner in ("sgd", "adamw"):
-            expected = Groups(3, inner, compression="fp32", **CHOICES).after_landings(20)
-            model = mlp(seed=rank)
-            engine = StreamingDiLoCo(model, compression="fp32", **CHOICES)
-            seen = after_landings(engine, model, rank, 20, inner)
-            assert len(seen) == len(expected)
-            wrong[inner] = [names for names in map(unlike, seen, expected) if names]
-            wrong[f"{inner}: model"] = unlike(copied(model.named_parameters()), expected[-1])
-        return wrong
-
-    assert run_ranks(own, 3) == [{"sgd": [], "sgd: model": [], "adamw": [], "adamw: model": []}] * 3
 
 
 def test_a_trainer_follows_the_loops() -> None:
     """With groups of one rank and of several, one after the other in the same processes."""
+    choices: dict[str, Any] = {"mixing": 0.5, "fragments": grouped(3), "outer_lr": 0.4, "outer_momentum": 0.9}
     cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("adamw", 4, {**CHOICES, "sync_every": 4, "overlap_steps": 3}),
-        ("sgd", 2, {**CHOICES, "sync_every": 6, "overlap_steps": 2}),
-        ("adamw", 1, {**CHOICES, "sync_every": 5, "overlap_steps": 0, "mixing": 0.25}),
+        ("adamw", 4, {**choices, "sync_every": 4, "overlap_steps": 3}),
+        ("sgd", 2, {**choices, "sync_every": 6, "overlap_steps": 2}),
+        ("adamw", 1, {**choices, "sync_every": 5, "overlap_steps": 0, "mixing": 0.25}),
     ]
+    of_net = [[f"net.{pattern}" for pattern in group] for group in choices["fragments"]]
 
     def fits(rank: int, world_size: int) -> list[Any]:
         return [
@@ -421,7 +352,6 @@ def test_a_trainer_follows_the_loops() -> None:
             for inner, groups, own in cases
         ]
 
-    of_net = [[f"net.{pattern}" for pattern in group] for group in CHOICES["fragments"]]
     for rank in run_processes(fits, 4):
         for trained, (inner, groups, own) in zip(rank, cases, strict=True):
             expected = by_loops(inner, groups, 14, **own)
@@ -441,3 +371,98 @@ def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> No
         SimulatedGroups(models, [[one] for one in optimizers])
     optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
     SimulatedGroups(models, [[one] for one in optimizers])
+
+
+# Policies
+
+
+def fewer(group: int, step: int) -> bool:
+    """Group 1 trains in half of the steps."""
+    return group == 1 and step % 2 == 0
+
+
+class SelectiveLoop:
+    """SelSync for worker groups in plain loops, with lists in place of a state."""
+
+    def __init__(self, fragments: int, every: int, threshold: float = 0.4, most: int = 4) -> None:
+        self.every, self.threshold, self.most = every, threshold, most
+        self.at = [every + p * every // fragments for p in range(fragments)]
+        self.times, self.before = [1] * fragments, [[0.0]] * fragments
+
+    def due(self, step: int) -> list[int]:
+        return [p for p, at in enumerate(self.at) if at == step]
+
+    def landed(self, p: int, launched_at: int, norms: Sequence[float], trained: Sequence[int]) -> None:
+        now = [norm / max(1, steps) for norm, steps in zip(norms, trained, strict=True)]
+        calm = len(self.before[p]) == len(now)
+        for m, steps in enumerate(trained if calm else ()):
+            calm = calm and (not steps or abs(now[m] - self.before[p][m]) < self.threshold * self.before[p][m])
+        self.times[p] = min(self.most, self.times[p] * 2) if calm else 1
+        self.at[p], self.before[p] = launched_at + self.every * self.times[p], now
+
+
+def shares_by_norm(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+    raw = [steps * exp(-norm / 0.05) for norm, steps in zip(norms, trained, strict=True)]
+    return [share / sum(raw) for share in raw]
+
+
+def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+    middle = median(norms)
+    return [
+        steps / sum(trained) * min(1, middle / norm if norm else 1) for norm, steps in zip(norms, trained, strict=True)
+    ]
+
+
+class ZScoreLoop:
+    """EDiT's guard in plain loops, with a list of what was seen in place of a state."""
+
+    def __init__(self, threshold: float, alpha: float, warmup: int) -> None:
+        self.threshold, self.alpha, self.warmup = threshold, alpha, warmup
+        self.seen: dict[tuple[int, int], tuple[int, float, float]] = {}
+        self.left_out = 0
+
+    def __call__(self, p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
+        told = enumerate(zip(norms, trained, strict=True))
+        counts = [self.counted(p, m, norm, steps) for m, (norm, steps) in told]
+        return [count / sum(counts) for count in counts]
+
+    def counted(self, p: int, m: int, norm: float, steps: int) -> int:
+        if not steps:
+            return 0
+        n, average, variance = self.seen.get((p, m), (0, 0.0, 0.0))
+        longest = average + self.threshold * variance**0.5 if n >= self.warmup else inf
+        alpha, off = max(self.alpha, 1 / (n + 1)), min(norm, longest) - average
+        self.seen[p, m] = n + 1, average + alpha * off, (1 - alpha) * (variance + alpha * off * off)
+        self.left_out += norm > longest
+        return steps if norm <= longest else 0
+
+
+def test_policies_follow_plain_loops() -> None:
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "mixing": 0.25, "fragments": grouped(2)}
+    choices |= {"outer_lr": 0.7, "outer_momentum": 0.9}
+    guard = ZScoreLoop(threshold=1.2, alpha=0.1, warmup=2)
+
+    def selective(warmup_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        loop = SelectiveLoop(2, 4)
+        told = {
+            "due": lambda step: loop.due(step - warmup_steps),
+            "landed": lambda p, at, *seen: loop.landed(p, at - warmup_steps, *seen),
+        }
+        number = {"warmup_steps": warmup_steps}
+        return {**number, **told}, {**number, "schedule": Selective(threshold=0.4)}
+
+    for groups, inner, steps, loops, own in (
+        (3, "adamw", 60, *selective(0)),
+        (3, "adamw", 60, *selective(3)),
+        (3, "sgd", 30, {"shares": shares_by_norm}, {"weighing": ByNorm(temperature=0.05)}),
+        (3, "sgd", 30, {"shares": shares_by_median}, {"weighing": ByMedian()}),
+        (3, "sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
+        (2, "adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
+    ):
+        expected = by_loops(inner, groups, steps, idle=fewer, **{**choices, **loops})
+        outers, _, models = by_engine(inner, groups, steps, fewer, **{**choices, **own})
+        assert_follows(outers, models, expected, 20)
+        plain = by_loops(inner, groups, steps, idle=fewer, **choices)
+        assert any(not torch.allclose(values, plain.outer[name]) for name, values in expected.outer.items()), own
+        assert "schedule" not in own or 8 < len(expected.launches) < 25, "strides differ"
+    assert guard.left_out >= 2

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,16 @@ from lightning_sdiloco import (
     SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
+    WorkerGroups,
 )
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.compression import Int8, RandomK
 from lightning_sdiloco.engine import Restart, restart_from
 from lightning_sdiloco.planning import Groups as Hosts
 from lightning_sdiloco.planning import Link, Model, Streaming, play
-from tests.engine.groups import Groups, copied, outer_state, unlike
+from tests.engine.groups import Rank, outer_state
 from tests.methods import ByNorm
 from tests.ranks import run_ranks
-from tests.training import inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {
     "sync_every": 4,
@@ -154,46 +153,36 @@ def test_pure_mixing_keeps_the_mean() -> None:
             assert stacked(models).var(0).mean() < 0.5 * start.var(0).mean()
 
 
-def test_a_ring_with_momentum_spreads_faster() -> None:
-    """By the eigenvalues of two rounds: without a momentum it is cos(2 pi / m)."""
-    for m, factor in ((8, 0.6439), (16, 0.8380), (32, 0.9239)):
-        (rate, pull), own = ring_numbers(m), Ring().momentum(m)
-        assert own is not None
-        assert (own.rate, own.pull) == pytest.approx((rate, pull))
-        s, eye = np.exp(-2 * rate), np.eye(m)
-        mix = np.block([[(1 + s) / 2 * eye, (1 - s) / 2 * eye], [(1 - s) / 2 * eye, (1 + s) / 2 * eye]])
-        plain, both = eye, np.eye(2 * m)
-        for number in (0, 1):
-            mean = np.zeros((m, m))
-            for leg in Ring().legs(number, m):
-                mean[np.ix_(leg, leg)] = 1 / len(leg)
-            plain = mean @ plain
-            both = np.block([[mean, 0 * eye], [2 * pull * (mean - eye), eye]]) @ mix @ both
-        slowest = [np.sort(np.abs(np.linalg.eigvals(a - np.ones(a.shape) / len(a))))[-1] ** 0.5 for a in (plain, both)]
-        assert slowest == pytest.approx([cos(2 * pi / m), factor], abs=1e-3)
-
-
-def test_pairs_spread_as_the_product_of_their_means_and_send_to_partners_alone() -> None:
-    """The rounds of a route are counted from the end of the warm-up."""
-    for route, warmup_steps in ((FastestPairs(speeds=SPEEDS[:6]), 0), (Neighbours(), 0), (Neighbours(), 1)):
-        models, groups = vectors(6, route=route, warmup_steps=warmup_steps, **{**PURE, "sync_every": 1})
-        for _ in range(warmup_steps):
-            groups.average_gradients()
-            groups.step()
-        start, product = begin(models, 2).numpy(), np.eye(6)
-        for number in range(9):
-            groups.step()
-            for leg in route.legs(number, 6):
-                product[list(leg)] = product[list(leg)].mean(0)
-            assert torch.allclose(stacked(models), torch.from_numpy(product @ start), atol=1e-5)
-        assert np.abs(product - 1 / 6).max() < 0.2
+def test_the_rounds_of_a_route_are_counted_from_the_end_of_the_warm_up_and_partners_alone_are_sent_to() -> None:
+    models, groups = vectors(6, route=Neighbours(), warmup_steps=1, **{**PURE, "sync_every": 1})
+    groups.average_gradients()
+    groups.step()
+    start, product = begin(models, 2).numpy(), np.eye(6)
+    for number in range(9):
+        groups.step()
+        for leg in Neighbours().legs(number, 6):
+            product[list(leg)] = product[list(leg)].mean(0)
+        assert torch.allclose(stacked(models), torch.from_numpy(product @ start), atol=1e-5)
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "mixing": 0.0, "compression": "fp32", **OUTER}
-    route = FastestPairs(speeds=SPEEDS[:6])
-    _, groups = vectors(6, route=route, **choices)
+    choices["route"] = FastestPairs(speeds=SPEEDS[:6])
+    _, groups = vectors(6, **choices)
     for _ in range(12):
         groups.step()
-    method = Streaming(Model.of_size(64, layers=1), Settings(route=route, **choices), Hosts(groups=6, step_time=1.0))
+    method = Streaming(Model.of_size(64, layers=1), Settings(**choices), Hosts(groups=6, step_time=1.0))
     assert method.bytes_per_step * 12 == groups.engines[0].report()["bytes_sent"]
+
+
+def test_a_file_of_processes_holds_the_mean_of_their_groups(tmp_path: Path) -> None:
+    def run(rank: int, world_size: int) -> bool:
+        here = Rank(rank, WorkerGroups(4), "sgd", **CHOICES, route=RandomPairs(), **OUTER)
+        for step in range(1, 10):
+            here.step(step)
+        here.engine.save(str(tmp_path / "state.pt"))
+        saved = torch.load(tmp_path / "state.pt", weights_only=True)["state_dict"]
+        here.engine.finish()
+        return all(torch.allclose(saved[name], values, atol=1e-6) for name, values in here.model.named_parameters())
+
+    assert run_ranks(run, 4) == [True] * 4
 
 
 def test_digests_are_checked_between_partners() -> None:
@@ -205,21 +194,6 @@ def test_digests_are_checked_between_partners() -> None:
         groups.step()
     with pytest.raises(AgreementError, match="did not begin from the same outer parameters"):
         groups.step()
-
-
-ROUTES: tuple[dict[str, Any], ...] = ({"route": RandomPairs(), **OUTER}, {"route": Ring()})
-
-
-def test_a_run_resumes_bit_for_bit() -> None:
-    for own in ROUTES:
-        whole, first = (Groups(4, "sgd", **CHOICES, **own) for _ in range(2))
-        whole.until(14)
-        for at in (2, 5, 9, 10):
-            first.until(at)
-            second = first.resumed()
-            second.until(14)
-            for model, expected in zip(second.models, whole.models, strict=True):
-                assert unlike(copied(model.named_parameters()), copied(expected.named_parameters())) == [], (own, at)
 
 
 def test_rounds_start_anew_from_the_mean() -> None:
@@ -253,36 +227,6 @@ def test_a_group_without_finite_values_takes_those_of_its_partner() -> None:
     own = next(leg for leg in RandomPairs().legs(0, 4) if 0 in leg)
     partner = sum(own)
     assert stacked(models)[:, 0].tolist()[0] == stacked(models)[partner, 0] == partner
-
-
-def in_process(rank: int, world_size: int, folder: str) -> list[dict[str, Tensor]]:
-    held = []
-    for own in ROUTES:
-        model = mlp()
-        engine = StreamingDiLoCo(model, worker_groups=4, **CHOICES, **own)
-        optimizer = inner_optimizer("sgd", model)
-        for step in range(1, 14):
-            train_step(model, optimizer, rank, step)
-            engine.step()
-        engine.save(str(Path(folder) / "state.pt"))
-        saved = torch.load(Path(folder) / "state.pt", weights_only=True)["state_dict"]
-        held.append(copied(model.named_parameters()))
-        engine.finish()
-        held.append(copied(model.named_parameters()))
-        assert all(torch.allclose(saved[name], values, atol=1e-6) for name, values in held[-1].items())
-    return held
-
-
-def test_processes_do_what_the_simulation_does(tmp_path: Path) -> None:
-    expected: list[list[dict[str, Tensor]]] = [[] for _ in range(4)]
-    for own in ROUTES:
-        run = Groups(4, "sgd", **CHOICES, **own)
-        for last in (13, None):
-            run.until(last) if last else run.groups.finish()
-            for of_group, model in zip(expected, run.models, strict=True):
-                of_group.append(copied(model.named_parameters()))
-    for held, of_group in zip(run_ranks(in_process, 4, str(tmp_path)), expected, strict=True):
-        assert [unlike(*both) for both in zip(held, of_group, strict=True)] == [[]] * 4
 
 
 def test_four_groups_get_the_fastest_pairs_that_any_could_make() -> None:
