@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_sdiloco.lightning import (
     Distribution,
     FabricWorkerGroupStrategy,
-    InnerStepHooks,
+    Fit,
     LauncherMixin,
     ShardedModel,
     StreamingDiLoCoMonitorMixin,
@@ -18,8 +18,8 @@ from lightning_sdiloco.lightning import (
 )
 
 
-class StreamingDiLoCoCallback(InnerStepHooks, Callback):
-    """See `InnerStepHooks`."""
+class StreamingDiLoCoCallback(Fit, Callback):
+    """See `Fit`."""
 
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):

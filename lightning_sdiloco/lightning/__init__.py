@@ -9,7 +9,7 @@ collectives past ``comm``, or touch a private name of Lightning that ``host/patc
 """
 
 from lightning_sdiloco.lightning.fabric import FabricWorkerGroupStrategy
-from lightning_sdiloco.lightning.fit import Distribution, InnerStepHooks
+from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import check_without_trainer, replace
 from lightning_sdiloco.lightning.launcher import LauncherMixin

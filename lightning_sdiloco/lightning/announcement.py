@@ -66,30 +66,43 @@ class Announcement:
         if len(self._times) >= _LAST:
             return
         self._times.append(time.monotonic())
-        if len(self._times) == _LAST:
-            times = self._times[_FIRST:]
-            seconds = median(after - before for before, after in zip(times, times[1:], strict=False))
-            rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{self._for_the_link(seconds)}.")
-            if self._environment is not None:
-                # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
-                requeue = getattr(self._environment, "requeue_signal", None)
-                signal = requeue and (requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM")
-                told = warning(self._engine.rounds.longest_wait(self._engine.inner_steps), seconds, signal)
-                if told:
-                    _log.warning(told)
+        if len(self._times) < _LAST:
+            return
+        times, settings = self._times[_FIRST:], self._engine.settings
+        seconds = median(after - before for before, after in zip(times, times[1:], strict=False))
+        window, of_link = settings.overlap_steps * seconds, ""
+        if self._engine.topology.num_groups > 1 and not window:
+            of_link = "; with overlap_steps=0 training waits for every fragment"
+        elif self._engine.topology.num_groups > 1:
+            # Where fragments follow each other faster than they land, what counts is all of them in a round.
+            rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
+            of_link = (
+                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it"
+                f" has to carry {readable_rate(8 * rate / 1e9)} from each rank"
+            )
+        rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
+        if self._environment is not None:
+            self._warn_of_late_signals(seconds)
 
-    def _for_the_link(self, seconds: float) -> str:
-        settings = self._engine.settings
-        window = settings.overlap_steps * seconds
-        if self._engine.topology.num_groups == 1:
-            return ""
-        if not window:
-            return "; with overlap_steps=0 training waits for every fragment"
-        # Where fragments follow each other faster than they land, what counts is all of them in a round.
-        rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
-        return (
-            f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it has to"
-            f" carry {readable_rate(8 * rate / 1e9)} from each rank"
+    def _warn_of_late_signals(self, step_seconds: float) -> None:
+        steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
+        seconds = steps * step_seconds
+        if seconds <= _LONG_SECONDS:
+            return
+        early = math.ceil((seconds + _SAVING_SECONDS) / 10) * 10
+        give = f"Allow {early} s from SIGTERM to SIGKILL"
+        # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
+        if requeue := getattr(self._environment, "requeue_signal", None):
+            name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
+            give = f"Use sbatch --signal={name}@{early}"
+        _log.warning(
+            "A termination signal ends the fit when a launch that follows it has landed: after up to %d inner steps,"
+            " which take about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
+            " sync_every make it shorter.",
+            steps,
+            seconds,
+            step_seconds,
+            give,
         )
 
 
@@ -97,15 +110,9 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def inner_steps_of(trainer: Any) -> int | None:
-    steps = trainer.estimated_stepping_batches
-    # Lightning says -1 where loaders have no length and nothing else ends the fit.
-    return int(steps) if math.isfinite(steps) and steps >= 0 and not trainer.fast_dev_run else None
-
-
-def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
+def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
     """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
-    if steps is None or (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
+    if (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
     advice = f"for {ENOUGH_ROUNDS} rounds it needs more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
@@ -122,33 +129,4 @@ def warn_of_few_rounds(schedule: Schedule, steps: int | None) -> None:
         "round fits" if rounds == 1 else "rounds fit",
         steps,
         advice,
-    )
-
-
-def warning(steps: int, step_seconds: float, slurm_signal: str | None) -> str:
-    """Returns a warning of how long a signal may wait; an empty text if that is not long.
-
-    Args:
-        steps: How many inner steps it takes at most.
-        step_seconds: How long one takes.
-        slurm_signal: The signal that SLURM should send early; None where it does not run the job.
-
-    Examples:
-        >>> warning(205, step_seconds=0.1, slurm_signal=None)
-        ''
-        >>> text = warning(105, step_seconds=1.0, slurm_signal=None)
-        >>> "up to 105 inner steps, which take about 105 s (1 s each)" in text, "170 s from SIGTERM to SIGKILL" in text
-        (True, True)
-        >>> "sbatch --signal=USR1@170" in warning(105, step_seconds=1.0, slurm_signal="USR1")
-        True
-    """
-    seconds = steps * step_seconds
-    if seconds <= _LONG_SECONDS:
-        return ""
-    early = math.ceil((seconds + _SAVING_SECONDS) / 10) * 10
-    give = f"Use sbatch --signal={slurm_signal}@{early}" if slurm_signal else f"Allow {early} s from SIGTERM to SIGKILL"
-    return (
-        "A termination signal ends the fit when a launch that follows it has landed: after up to"
-        f" {steps} inner steps, which take about {seconds:.0f} s ({step_seconds:.2g} s each). {give}, which leaves a"
-        " minute for saving. More fragments or a smaller sync_every make it shorter."
     )

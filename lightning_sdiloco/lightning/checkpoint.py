@@ -8,7 +8,7 @@ CheckpointIO that really writes, in whatever thread that is.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from threading import Lock
@@ -26,7 +26,7 @@ from lightning_sdiloco.engine import (
     write_common_file,
     write_ranks,
 )
-from lightning_sdiloco.lightning.fit_state import FitState
+from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
 from lightning_sdiloco.lightning.groups import waiting_for_all
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.host.resumed import load_metrics_state_dict, metrics_state_dict
@@ -50,9 +50,8 @@ class Checkpointer:
         self._resumed: dict[str, Any] | None = None
         self._restart: Restart | None = None
         self._random_state: dict[str, Any] | None = None
-        # The checkpoints of this run that still exist, and those of them that it saved itself.
-        self._standing: tuple[str, ...] = ()
-        self._saved: tuple[str, ...] = ()
+        # The checkpoints of this run that still exist, and whether it saved each itself.
+        self._standing: dict[str, bool] = {}
         self._placing: Placing | None = None
 
     # Resume
@@ -72,7 +71,7 @@ class Checkpointer:
         else:
             self._require_the_settings_of(header)
             self._resumed = files.read_rank(str(path), header, self._trainer.global_rank)
-            self._note_standing(str(path))
+            self._standing[str(path)] = False
             self._take_up(checkpoint, self._resumed)
         return checkpoint
 
@@ -81,7 +80,10 @@ class Checkpointer:
             engine.restart(self._restart)
         if self._resumed is not None:
             engine.load_state_dict(self._resumed["engine"])
-            self._fit.requests.take_up(self._resumed["requests"])
+            self._fit.requests.done_at = dict(self._resumed["requests"])
+            for bit in SIGNALLED:
+                # It was done by saving the checkpoint.
+                self._fit.requests.settle(bit)
             self._random_state = self._resumed["random"]
             load_metrics_state_dict(self._trainer, self._resumed["metrics"])
             if self.averaging is not None:
@@ -130,11 +132,15 @@ class Checkpointer:
         topology, layout = self._groups.topology, header["layout"]
         size, own = layout["group_size"], None
         # This rank reads the file of its group and shard, if there is one, or of the group's first.
-        if self._format.holds_the_same(layout, self._layout()) and topology.group_index < layout["worker_groups"]:
+        mesh = {name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")}
+        if mesh == self._format.mesh and topology.group_index < layout["worker_groups"]:
             rank = topology.group_index * size + (topology.group_rank if topology.group_rank < size else 0)
             own = files.read_rank(path, header, rank) if files.has_rank(path, header, rank) else None
         if own is None:
-            self._format.start_optimizers_afresh(checkpoint, self._trainer.strategy.optimizers)
+            # Without state, but with the learning rates from which schedulers go on.
+            states = [{"state": {}, "param_groups": of} for of in header.get("param_groups", [])]
+            states = states or [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
+            self._format.take_up_optimizers(checkpoint, self._trainer.strategy.optimizers, states)
         else:
             self._take_up(checkpoint, own if layout == self._layout() else {**own, "loader": None})
             if topology.group_rank < size:
@@ -195,21 +201,25 @@ class Checkpointer:
             return
         with waiting_for_all(self._groups, ("trainer.save_checkpoint, which all ranks must call",), engine):
             saved = write_ranks(path, topology, state, self._layout(), self._settings(), self._advice)
-        number, path = saved.header["save"], saved.path
-        replaced = [other for other in self._saved if other != path] if self._options.keeps_newest else []
+        path = saved.path
+        replaced = [other for other, own in self._standing.items() if own and other != path]
+
+        def remove_older() -> None:
+            files.remove_saves(path, saved.older)
+            for other in replaced if self._options.resume.endswith(":newest") else ():
+                files.remove_folder(other)
 
         def write_common() -> None:
-            if self._trainer.is_global_zero:
-                self._placing = self._placing or Placing(self._trainer.strategy.checkpoint_io)
-                self._placing.announce(number, saved.older, replaced)
+            if self._trainer.is_global_zero and not self._format.in_folders:
+                self._placing = self._placing or Placing(host.checkpoint_io)
+                self._placing.afterwards[saved.header["save"]] = remove_older
             write({**checkpoint, files.KEY: saved.header}, path)
 
         write_common_file(saved, topology, write_common, self._advice)
-        if self._format.in_folders and self._placing is not None:
-            # No CheckpointIO has written it.
-            self._placing.is_placed(number, path)
-        self._note_standing(path)
-        self._saved = (*(other for other in self._saved if other != path), path)
+        if self._trainer.is_global_zero and self._format.in_folders:
+            remove_older()
+        self._standing.pop(path, None)
+        self._standing[path] = True
 
     @property
     def _advice(self) -> str:
@@ -237,14 +247,10 @@ class Checkpointer:
 
     @property
     def _last_standing(self) -> str:
-        return self._standing[-1] if self._standing else "an earlier run's checkpoint: this run had saved none"
-
-    def _note_standing(self, path: str) -> None:
-        self._standing = (*(other for other in self._standing if other != path), path)
+        return next(reversed(self._standing), "an earlier run's checkpoint: this run had saved none")
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
-        self._standing = tuple(other for other in self._standing if other != str(path))
-        self._saved = tuple(other for other in self._saved if other != str(path))
+        self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
         if self._placing is not None:
@@ -278,41 +284,35 @@ class Placing:
             io = io.checkpoint_io
         self._io = io
         self._write: Callable[..., None] = io.save_checkpoint
-        self._older: dict[str, tuple[Sequence[str], Sequence[str]]] = {}
+        self.afterwards: dict[str, Callable[[], None]] = {}
+        """What is to be done when the checkpoint of a save is in its place."""
         self._lock = Lock()
-        self._afterwards: dict[str, list[Callable[[], None]]] = {}
+        self._removals: dict[str, list[Callable[[], None]]] = {}  # Of files that are just being written.
         self._undo = ExitStack()
         replace(self._undo, io, "save_checkpoint", self._save)
 
     def close(self) -> None:
         self._undo.close()
 
-    def announce(self, save: str, older: Sequence[str], replaced: Sequence[str] = ()) -> None:
-        self._older[save] = older, replaced
-
-    def is_placed(self, save: str, path: str) -> None:
-        """Removes what was announced with a save, whose checkpoint no CheckpointIO has written."""
-        _remove_older(path, *self._older.pop(save, ((), ())))
-
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
         """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written."""
         with self._lock:
-            if path in self._afterwards:
-                self._afterwards[path].append(partial(self.remove, path, remove))
+            if path in self._removals:
+                self._removals[path].append(partial(self.remove, path, remove))
             else:
                 remove(path)
                 files.remove_folder(path)
 
     def _save(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
         save = checkpoint.get(files.KEY, {}).get("save")
-        if save not in self._older:
+        if save not in self.afterwards:
             self._write(checkpoint, path, *args, **kwargs)
             return
-        older = self._older.pop(save)
+        afterwards = self.afterwards.pop(save)
         with self._lock:
             if not files.is_whole(path, save):
                 return  # It was removed before its turn came.
-            self._afterwards[path] = []
+            self._removals[path] = []
         before = files.fingerprint(path)
         # Lightning's own CheckpointIO moves the file from the system's temporary folder. If that is on another file
         # system, this copies over the old file, which is then neither the old nor the new one for a while.
@@ -323,14 +323,8 @@ class Placing:
                 files.take_place(part, path)
         finally:
             with self._lock:
-                removals = self._afterwards.pop(path)
+                removals = self._removals.pop(path)
         if files.fingerprint(path) != before:
-            _remove_older(path, *older)
+            afterwards()
         for removal in removals:
             removal()
-
-
-def _remove_older(path: str, saves: Sequence[str], replaced: Sequence[str]) -> None:
-    files.remove_saves(path, saves)
-    for other in replaced:
-        files.remove_folder(other)

@@ -34,12 +34,11 @@ _log = logging.getLogger(__name__)
 class ShownModel:
     """The model that validation and files show instead of the local one, in a fit or a loop of Fabric.
 
-    All ranks save a checkpoint by calling ``save``, as messages say.
+    All ranks save a checkpoint by calling ``save``, as messages say. Fabric says itself what a file holds.
     """
 
-    def __init__(self, groups: ConnectedGroups, save: str) -> None:
-        self._groups, self._save = groups, save
-        self._said = False
+    def __init__(self, groups: ConnectedGroups, save: str, warns: bool = True) -> None:
+        self._groups, self._save, self._warns = groups, save, warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
 
@@ -48,38 +47,39 @@ class ShownModel:
         """Whether the outer model is one that all groups have trained; see [Note: the first round]."""
         return engine.has_landed and engine.settings.shares
 
-    def exchange(self, engine: StreamingDiLoCo, warns: bool = True) -> GroupMean:
+    def exchange(self, engine: StreamingDiLoCo) -> None:
         """Takes the mean of the groups, which then is what is shown. All ranks must call it."""
         self._groups.meet()
-        if warns and not engine.has_landed and not self._said and self._groups.topology.rank == 0:
+        if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
                 "Up to inner step %d, when every fragment has landed once, validation and checkpoints hold the mean of"
                 " the worker groups, for which these exchange all fragments in float32: the outer model holds values"
                 " until then that nobody has trained. This is said once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
-        self._said = True
+        self._warns = False
         self.mean = engine.group_mean()
-        return self.mean
 
-    def in_file(
-        self, engine: StreamingDiLoCo, with_all: bool, is_shown: bool = False, warns: bool = True
-    ) -> AbstractContextManager[None]:
-        """Shows what a file holds inside a ``with`` block; if all ranks save together, the groups may exchange."""
-        if self.mean is None and not is_shown and not self.is_outer(engine):
-            if with_all:
-                self.exchange(engine, warns)
-            elif not engine.has_landed:
-                _log.warning(
-                    "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed"
-                    " once. It holds the local values of this group: after an exception or a signal, or for one rank"
-                    " alone, the groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
-                    self._groups.topology.group_index,
-                    engine.inner_steps,
-                    self._save,
-                )
-                return nullcontext()
-        return engine.evaluate(self.mean)
+    def state_dict(
+        self, engine: StreamingDiLoCo, with_all: bool, local: Callable[[], dict[str, Any]], is_shown: bool = False
+    ) -> dict[str, Any]:
+        """Returns what a file holds; if all ranks save together, the groups may exchange."""
+        if self.mean is None and with_all and not is_shown and not self.is_outer(engine):
+            self.exchange(engine)
+        if self.mean is None and not is_shown and not engine.has_landed:
+            _log.warning(
+                "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed"
+                " once. It holds the local values of this group: after an exception or a signal, or for one rank"
+                " alone, the groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
+                self._groups.topology.group_index,
+                engine.inner_steps,
+                self._save,
+            )
+            shows: AbstractContextManager[None] = nullcontext()
+        else:
+            shows = engine.evaluate(self.mean)
+        with shows:
+            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
 
 
 class Evaluation:
@@ -87,7 +87,7 @@ class Evaluation:
 
     def __init__(self, fit: FitState) -> None:
         self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
-        self._shown = ShownModel(fit.groups, "trainer.save_checkpoint")
+        self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self._saves_with_all = self._is_due = self._is_showing = False
         self._buffers_are_due: bool | None = None
 
@@ -116,11 +116,7 @@ class Evaluation:
                 " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
             )
             return local()
-        with self._shown.in_file(engine, self._saves_with_all, self._is_showing):
-            return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
-
-    def forget(self) -> None:
-        self._shown.mean = None
+        return self.shown.state_dict(engine, self._saves_with_all, local, self._is_showing)
 
     def _save(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._saves_with_all = not self._groups.failed and not self._fit.is_ending
@@ -135,12 +131,12 @@ class Evaluation:
         # Before training, after it, and where one loop runs in another, everything is shown already.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
-        self.forget()
-        if is_due and (self._shows == "mean" or not self._shown.is_outer(engine)):
+        self.shown.mean = None
+        if is_due and (self._shows == "mean" or not self.shown.is_outer(engine)):
             # See [Note: the first round].
             loop.setup_data()
             if self._groups.decide(not loop.skip, all=True, device=self._fit.trainer.strategy.root_device):
-                self._shown.exchange(engine)
+                self.shown.exchange(engine)
         try:
             return original()
         finally:
@@ -154,7 +150,7 @@ class Evaluation:
         engine = self._fit.engine
         if engine is not None and not engine.is_finished and not self._is_showing:
             self._is_showing = True
-            engine.show_outer(self._shown.mean)
+            engine.show_outer(self.shown.mean)
             # After the forward pass of validation, DistributedDataParallel would believe that the buffers of the next
             # training step, which are put back then, have been synchronised already.
             self._buffers_are_due = getattr(self._fit.trainer.strategy.model, "require_forward_param_sync", None)

@@ -93,7 +93,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self._options = options
         self._format = WholeModel(arguments)
         self._groups = ConnectedGroups()
-        self._results = Results(options)
+        self.results = Results(options)
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
@@ -102,7 +102,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self._saves_with_all = self._saved_alone = False
         self._unfinished: list[int] = []  # The inner steps, beyond the loop; empty when they were finished.
         self._announcement: Announcement | None = None
-        self._shown = ShownModel(self._groups, "fabric.save")
+        self._shown = ShownModel(self._groups, "fabric.save", warns=False)
         self._watch = BatchWatch(self._groups, _ADVICE)
         super().__init__(timeout=options.settings.timeout, precision=precision, **arguments)
 
@@ -145,7 +145,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
             yield
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
-            self._shown.exchange(engine, warns=False)
+            self._shown.exchange(engine)
         # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
         due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
         try:
@@ -191,7 +191,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         if self.engine is not None and self.engine.is_finished:
             # Whoever sets up a model after the end begins to train anew.
             self._nets, self._inner_optimizers = [], []
-            self._results.forget()
+            self.results.forget()
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
                 raise ValueError(
@@ -282,7 +282,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         if self.engine is None and engine.topology.rank == 0:
             # Called when the strategy is dropped, or at the end of the process.
             weakref.finalize(self, _warn_of_unfinished, self._unfinished)
-        self._results.engine = engine
+        self.results.engine = engine
         self._announcement = self._shown.mean = None
         return engine
 
@@ -313,9 +313,8 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         engine = self.engine
         if engine is None or not engine.is_training(unwrapped(module)):
             return super().get_module_state_dict(module)
-        with self._shown.in_file(engine, self._saves_with_all, warns=False):
-            state = super().get_module_state_dict(module)
-            state = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+        local = partial(super().get_module_state_dict, module)
+        state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
                 f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker groups, for which"

@@ -1,6 +1,7 @@
-"""One fit: everything that begins with it and ends with it, and the callback whose hooks drive it."""
+"""One fit: everything that begins with it and ends with it, as the callback whose hooks drive it."""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,10 +19,10 @@ from lightning_sdiloco.engine import (
     require_same_model,
 )
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.lightning.announcement import Announcement, inner_steps_of, warn_of_few_rounds
+from lightning_sdiloco.lightning.announcement import Announcement, warn_of_few_rounds
 from lightning_sdiloco.lightning.checkpoint import Checkpointer
 from lightning_sdiloco.lightning.evaluation import Evaluation
-from lightning_sdiloco.lightning.fit_state import FitState, Request
+from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
 from lightning_sdiloco.lightning.host.batches import keep_batches_silent
 from lightning_sdiloco.lightning.host.epochs import (
@@ -66,8 +67,8 @@ class Distribution(NamedTuple):
     termination: type[BaseException]
 
 
-class Fit(FitState):
-    """A fit of a trainer, and its inner steps."""
+class Fit(FitState, _Base):
+    """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from a callback."""
 
     def __init__(
         self,
@@ -91,6 +92,7 @@ class Fit(FitState):
         # The inner step that the batches since the last one belong to.
         self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
+        self._interval: Interval | None = None
         self._count_anew()
 
     def _count_anew(self) -> None:
@@ -109,8 +111,8 @@ class Fit(FitState):
         self.signals.listen(partial(replace, patches))
         keep_batches_silent(patches, self)
         self.epochs.end_together(patches)
-        groups.announce_meetings(self.epochs.meet)
-        patches.callback(groups.announce_meetings, None)
+        groups.announce = self.epochs.meet
+        patches.callback(setattr, groups, "announce", None)
         begin_epochs_alike(trainer, patches)
         self.evaluation.begin(patches)
 
@@ -135,7 +137,7 @@ class Fit(FitState):
         self.engine = self._results.engine = engine
         # A callback that looks for a learning rate has trained in this fit before.
         self._count_anew()
-        self.requests.connect(engine)
+        self.requests = Requests(engine)
         self.options.auto.start()
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
@@ -151,13 +153,19 @@ class Fit(FitState):
     def _announce(self, engine: StreamingDiLoCo) -> None:
         # What is left to the planner is told once it has chosen.
         if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto.names:
-            warn_of_few_rounds(engine.schedule, inner_steps_of(self.trainer))
+            # Lightning says -1 where loaders have no length and nothing else ends the fit.
+            if 0 <= (steps := self.trainer.estimated_stepping_batches) < math.inf and not self.trainer.fast_dev_run:
+                warn_of_few_rounds(engine.schedule, int(steps))
             environment = self.trainer.strategy.cluster_environment
             self._announcement = Announcement(engine, self.trainer.lightning_module, environment)
 
     # Batches
 
-    def begin_epoch(self) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        lay_out(trainer)
+        self._interval = None
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_begins = True
         if self.engine is not None:
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
@@ -170,7 +178,7 @@ class Fit(FitState):
             return False
         self.groups.meet()
         before = {name for fragment in engine.fragments for name in fragment.names}
-        self.evaluation.forget()
+        self.evaluation.shown.mean = None
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self._early += engine.recut()
         self._results.fragments = engine.fragments
@@ -193,7 +201,18 @@ class Fit(FitState):
             self.groups.meet()
             engine.average_gradients()
 
-    def end_batch(self, batch: Any) -> list[Landing]:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._log(self._end_batch(batch))
+        if self.requests.agreed(Request.TIME_LIMIT) or self.engine is not None and self.engine.is_over:
+            trainer.should_stop = True
+        if self.requests.agreed(Request.END_EPOCH):
+            end_epoch(trainer)
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            # Requests that are still on their way concern this epoch, not the next.
+            self.requests.settle(Request.END_EPOCH)
+        self.finish_with_last_batch()
+
+    def _end_batch(self, batch: Any) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped, or would have; returns what landed."""
         self.watch.end()
         # What was agreed on after the last inner step has been done.
@@ -212,12 +231,17 @@ class Fit(FitState):
                 "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
                 " joined already. Set them before trainer.fit, or fit again."
             )
-        self.requests.ask(self.signals.received)
+        self.requests.ask(sum(self.signals.received))
         if engine.launches_next:
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.groups.meet()
-        landings = self._step(engine, idle)
-        self.evaluation.forget()
+        self._steps_per_batch = self.optimizer_steps or self._steps_per_batch
+        trained = self._micro_batches if self.counts_micro_batches else 1
+        self.optimizer_steps, self.stepped = 0, False
+        landings = [*self._early, *engine.step(trained=trained, idle=idle, samples=max(1, self.samples))]
+        self._early, self.samples, self._micro_batches = [], 0, 0
+        self.landed = bool(landings)
+        self.evaluation.shown.mean = None
         self.requests.land(landings, engine.requested)
         if landings:
             self.epochs.collect(landings[-1].launched_at)
@@ -227,25 +251,16 @@ class Fit(FitState):
             self._choose(engine)
         return landings
 
-    def _step(self, engine: StreamingDiLoCo, idle: bool) -> list[Landing]:
-        self._steps_per_batch = self.optimizer_steps or self._steps_per_batch
-        trained = self._micro_batches if self.counts_micro_batches else 1
-        self.optimizer_steps, self.stepped = 0, False
-        landings = [*self._early, *engine.step(trained=trained, idle=idle, samples=max(1, self.samples))]
-        self._early, self.samples, self._micro_batches = [], 0, 0
-        self.landed = bool(landings)
-        return landings
-
     def _choose(self, engine: StreamingDiLoCo) -> None:
         self.groups.meet()
-        trainer, auto = self.trainer, self.options.auto
+        trainer, auto, is_planned = self.trainer, self.options.auto, self.options.auto.names != ("exchange",)
         chosen = auto.choose(self.options.settings, trainer.lightning_module, self.groups.topology)
         self.options.settings = chosen
         engine.choose(chosen)
         self._results.fragments = engine.fragments
         self._announce(engine)
-        if trainer.is_global_zero and auto.planned:
-            tell(engine.settings, len(engine.fragments), auto, trainer.loggers, trainer.global_step)
+        if trainer.is_global_zero and is_planned:
+            tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those."""
@@ -262,7 +277,44 @@ class Fit(FitState):
             return topology.in_group.all_gather_with_gradients(tensor)
         return gather(tensor, topology.in_group.process_group)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
+        if self.groups.topology.num_groups > 1:
+            self.groups.meet()
+            drop_what_not_all_logged(trainer, self.groups.topology)
+        if trainer.current_epoch == 0 and (self.engine is None or not self.engine.inner_steps):
+            _log.warning(
+                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
+                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
+            )
+
+    def _log(self, landings: list[Landing]) -> None:
+        for landing in landings:
+            metrics = scalars_of(landing)
+            if self._interval is not None:
+                metrics |= self._interval.scalars_with(landing)
+            elif self.engine is not None:
+                # The interval begins with the first landing: before it there was nothing to wait for.
+                self._interval = Interval(self.engine.settings.sync_every, landing.landed_at)
+            # Not through self.log: every landing counts, whatever log_every_n_steps is.
+            for logger in self.trainer.loggers:
+                logger.log_metrics(metrics, step=self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+        for monitor in monitors_of(self.trainer):
+            monitor.note(landings)
+
     # Ends
+
+    def finish_with_last_batch(self) -> None:
+        trainer = self.trainer
+        is_last = trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps
+        if trainer.max_epochs not in (-1, None) and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
+        if is_last:
+            # Here and not in on_train_end, because the last validation and the last checkpoint come before that.
+            self._log(self.finish())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._log(self.finish())
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
@@ -283,88 +335,17 @@ class Fit(FitState):
             )
         self.signals.end_if_any_received()
 
-    def was_ended_by(self, exception: BaseException) -> bool:
-        """Returns whether all ranks end with this exception, after the same inner step."""
-        return self.ended and isinstance(exception, self.termination)
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Tells the other ranks of an exception, before another callback saves a checkpoint."""
+        # After a signal all ranks end with this one, after the same inner step.
+        if not (self.ended and isinstance(exception, self.termination)):
+            self.groups.fail(exception)
 
     def close(self) -> None:
         self.is_closed = True
         self.patches.close()
         if self.engine is not None:
             self.engine.close()
-
-
-class InnerStepHooks(_Base):
-    """Gives a fit the hooks that strategies do not have. It holds no state that a checkpoint would need."""
-
-    def __init__(self, fit: Fit) -> None:
-        self.fit = fit
-        self._interval: Interval | None = None
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        lay_out(trainer)
-        self._interval = None
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self.fit.begin_epoch()
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        fit = self.fit
-        self._write(trainer, fit.end_batch(batch))
-        if fit.requests.agreed(Request.TIME_LIMIT) or fit.engine is not None and fit.engine.is_over:
-            trainer.should_stop = True
-        if fit.requests.agreed(Request.END_EPOCH):
-            end_epoch(trainer)
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            # Requests that are still on their way concern this epoch, not the next.
-            fit.requests.settle(Request.END_EPOCH)
-        self.finish_with_last_batch(trainer)
-
-    def finish_with_last_batch(self, trainer: Any) -> None:
-        is_last = trainer.max_steps not in (-1, None) and trainer.global_step >= trainer.max_steps
-        if trainer.max_epochs not in (-1, None) and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
-        if is_last:
-            # Here and not in on_train_end, because the last validation and the last checkpoint come before that.
-            self._write(trainer, self.fit.finish())
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
-        groups, engine = self.fit.groups, self.fit.engine
-        if groups.topology.num_groups > 1:
-            groups.meet()
-            drop_what_not_all_logged(trainer, groups.topology)
-        if trainer.current_epoch == 0 and (engine is None or not engine.inner_steps):
-            _log.warning(
-                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
-                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
-            )
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._write(trainer, self.fit.finish())
-
-    def _write(self, trainer: Any, landings: list[Landing]) -> None:
-        for landing in landings:
-            metrics = scalars_of(landing)
-            if self._interval is not None:
-                metrics |= self._interval.scalars_with(landing)
-            elif self.fit.engine is not None:
-                # The interval begins with the first landing: before it there was nothing to wait for.
-                self._interval = Interval(self.fit.engine.settings.sync_every, landing.landed_at)
-            # Not through self.log: every landing counts, whatever log_every_n_steps is.
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
-        for monitor in monitors_of(trainer):
-            monitor.note(landings)
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Tells the other ranks of an exception, before another callback saves a checkpoint."""
-        if not self.fit.was_ended_by(exception):
-            self.fit.groups.fail(exception)
-
-
-def put_first(hooks: InnerStepHooks, trainer: Any) -> None:
-    trainer.callbacks[:] = [hooks, *(one for one in trainer.callbacks if not isinstance(one, InnerStepHooks))]
 
 
 def samples_in(batch: Any) -> int:

@@ -25,43 +25,40 @@ class Request(IntFlag):
 
 SIGNALLED = (Request.TERMINATE, Request.REQUEUE)
 
-_BITS = 16  # of the control vector
+_BITS = [1 << index for index in range(16)]  # of the control vector
 
-# As many bits are left.
-MOST_CHECKPOINTS = _BITS - int(Request.CHECKPOINT).bit_length() + 1
+MOST_CHECKPOINTS = sum(bit >= Request.CHECKPOINT for bit in _BITS)
 
 
 class Requests:
     def __init__(self, engine: StreamingDiLoCo | None = None) -> None:
-        self.engine = engine  # Its launches carry the requests.
+        self._engine = engine  # Its launches carry the requests.
         self.done_at: dict[int, int] = {}  # After which inner step each request was last done.
         self.agreed_now = 0
         self._deciding: int | None = None
 
-    def connect(self, engine: StreamingDiLoCo) -> None:
-        self.engine, self.done_at, self.agreed_now = engine, {}, 0
-
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
-        if self.engine is not None:
+        if self._engine is not None:
             # A plain number: it is saved with the engine.
-            self.engine.request(int(bit))
+            self._engine.request(int(bit))
 
     def settle(self, bit: int) -> None:
         """Marks what was asked for up to now as done. All ranks do so after the same inner step."""
-        if self.engine is not None:
-            self.done_at[int(bit)] = self.engine.inner_steps
-            self.engine.withdraw(int(bit))
+        if self._engine is not None:
+            self.done_at[int(bit)] = self._engine.inner_steps
+            self._engine.withdraw(int(bit))
 
     def land(self, landings: Iterable[Landing], own: int = 0) -> int:
         """Takes in the requests that came with landings: all ranks now agree on them, after the same inner step."""
         self.agreed_now = own
         for landing in landings:
-            for bit in _bits_in(landing.requests):
-                if landing.launched_at > self.done_at.get(bit, 0):
+            for bit in _BITS:
+                if landing.requests & bit and landing.launched_at > self.done_at.get(bit, 0):
                     self.agreed_now |= bit
-        for bit in _bits_in(self.agreed_now):
-            self.settle(bit)
+        for bit in _BITS if self.agreed_now else ():
+            if self.agreed(bit):
+                self.settle(bit)
         return self.agreed_now
 
     def agreed(self, bit: int) -> bool:
@@ -86,16 +83,6 @@ class Requests:
         if not skip:
             self.ask(bit)
         return not self.agreed(bit)
-
-    def take_up(self, done_at: dict[int, int]) -> None:
-        """Restores what a checkpoint holds; what signals asked for was done by saving it."""
-        self.done_at = dict(done_at)
-        for bit in SIGNALLED:
-            self.settle(bit)
-
-
-def _bits_in(requests: int) -> list[int]:
-    return [1 << index for index in range(_BITS) if requests >> index & 1] if requests else []
 
 
 class FitState:

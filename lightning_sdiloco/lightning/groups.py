@@ -73,7 +73,8 @@ class ConnectedGroups:
 
     def __init__(self) -> None:
         self.failed = False
-        self._announce: Callable[[], None] | None = None
+        self.announce: Callable[[], None] | None = None
+        """Called when this rank is about to wait for all others."""
         self._topology: Topology | None = None
         self._failures: Failures | None = None
 
@@ -95,7 +96,7 @@ class ConnectedGroups:
     def check(self, host: Any, options: Options, model_format: WholeModel) -> None:
         """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect."""
         _layout(host, options, model_format)
-        _device_backend(options, host)
+        self._device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
         timeout = options.settings.timeout
@@ -125,10 +126,14 @@ class ConnectedGroups:
                     f" made for {layout.world_size}. Give as many by devices and num_nodes, or by a cluster environment"
                     " in plugins whose world_size() knows them."
                 )
-            require_same_settings({**options.described(), **model_format.described()}, world())
+            require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
-            self._topology = Topology.of_world(layout, timeout, joining, _device_backend(options, host))
+            self._topology = Topology.of_world(layout, timeout, joining, self._device_backend(options, host))
         model_format.join(host, self._topology, layout, timeout)
+
+    @staticmethod
+    def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
+        return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
 
     def use(self, topology: Topology) -> None:
         self._topology = topology
@@ -141,13 +146,10 @@ class ConnectedGroups:
             with suppress(Exception):
                 failures.leave(exception)
 
-    def announce_meetings(self, announce: Callable[[], None] | None) -> None:
-        self._announce = announce
-
     def meet(self) -> None:
         """Announces that this rank is about to wait for all others, of which some may wait for its epoch to end."""
-        if self._announce is not None and not self.failed:
-            self._announce()
+        if self.announce is not None and not self.failed:
+            self.announce()
 
     def decide(self, decision: bool, all: bool, device: torch.device) -> bool:
         """Returns what all ranks decide together; before they connect, or after an exception, what this one does."""
@@ -202,10 +204,6 @@ def _end_scripts(launcher: Any) -> None:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(deadline - time.monotonic(), 0))
         process.kill()
-
-
-def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
-    return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
 
 
 # Collectives

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from typing_extensions import override
 
+from lightning_sdiloco.algorithm import Fragment, Schedule
 from lightning_sdiloco.lightning.results import Summary
 
 if TYPE_CHECKING:
@@ -95,9 +97,10 @@ class LauncherMixin(_Base):
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         """Writes the results and Lightning's metrics to files, and returns what is left for the queue."""
         folder, extra = Path(self._folder), super().get_extra_results(trainer)
-        summary = trainer.strategy.results.summary()
-        if summary is not None:
-            summary.save(folder / _SUMMARY)
+        engine = trainer.strategy.engine
+        if engine is not None and engine.is_finished:
+            summary = engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report()
+            torch.save(summary, folder / _SUMMARY)
         for name in [name for name, value in extra.items() if isinstance(value, bytes)]:
             (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
         return extra
@@ -109,7 +112,8 @@ class LauncherMixin(_Base):
         written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
         super().update_main_process_results(trainer, {**extra, **written})
         if (folder / _SUMMARY).exists():
-            trainer.strategy.results.other = Summary.load(folder / _SUMMARY)
+            with torch.serialization.safe_globals([Fragment, Schedule]):
+                trainer.strategy.results.other = Summary(*torch.load(folder / _SUMMARY, weights_only=True))
 
 
 class _Forwarding:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from math import gcd
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sdiloco.comm import Communicator, GroupLayout, Topology, mesh_of
-from lightning_sdiloco.engine import align_model, files, local, own_state, part_of, ranks_of, reshard, take_up_state
+from lightning_sdiloco.engine import files, local, own_state, part_of, ranks_of, reshard, take_up_state
 from lightning_sdiloco.lightning.host.ddp import SingleRankDDP, fix_bucket_order, has_nothing_to_average
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work_sharded
 
@@ -40,19 +41,10 @@ Load = Callable[..., Checkpoint]
 
 # What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(
-    {
-        "module",
-        "device_ids",
-        "process_group",
-        "device_mesh",
-        "process_group_backend",
-        "timeout",
-        "start_method",
-        # It would average parameters over all ranks every so many steps.
-        "model_averaging_period",
-    }
+    ("module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method")
+    # It would average parameters over all ranks every so many steps.
+    + ("model_averaging_period",)
 )
-
 
 # Where Lightning keeps what is not a tensor, in a sharded folder.
 _METADATA = "meta.pt"
@@ -72,11 +64,12 @@ class WholeModel:
     in_folders = False
     """Whether checkpoints are sharded folders, which no CheckpointIO writes."""
 
-    mesh_shape = (1, 1)
+    mesh: Mapping[str, int] = MappingProxyType({})
     """The sizes of a group's dimensions for data and tensor parallelism, where its ranks share the model."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         """Takes what `base_arguments` returned."""
+        self.described: dict[str, str] = {}  # What must be the same on all ranks.
 
     @staticmethod
     def base_arguments(
@@ -122,12 +115,9 @@ class WholeModel:
         automatic = num_nodes if num_nodes > 1 else world_size
         return GroupLayout(world_size, automatic if isinstance(worker_groups, str) else worker_groups)
 
-    def described(self) -> dict[str, str]:
-        return {}
-
     def saved_layout(self, topology: Topology) -> dict[str, int]:
         """Returns what must be the same if ranks are to read their own files of a checkpoint."""
-        return {"worker_groups": topology.num_groups, "group_size": topology.group_size}
+        return {"worker_groups": topology.num_groups, "group_size": topology.group_size, **self.mesh}
 
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
         set_up()
@@ -137,23 +127,22 @@ class WholeModel:
 
     def sampler_kwargs(self, topology: Topology) -> dict[str, Any]:
         # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
-        tensor = self.mesh_shape[1]
+        tensor = self.mesh.get("tensor_parallel", 1)
         data = topology.group_size // tensor
         rank = topology.group_index * data + topology.group_rank // tensor
         return {"num_replicas": topology.num_groups * data, "rank": rank}
 
     # The model
 
-    def refuse(self, trainer: Any, precision: Any) -> None:
-        """Raises a `ValueError` if the trainer has something that cannot work with this format."""
+    @staticmethod
+    def refuse(trainer: Any, precision: Any) -> None:
+        """Raises a `ValueError` if a trainer has something that cannot work with this format."""
 
-    def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any, align: bool) -> None:
-        """Sets up as DDPStrategy does, but overwrites no weights with those of rank 0 unless asked to."""
+    def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any) -> None:
+        """Sets up as DDPStrategy does, but overwrites no weights with those of rank 0."""
         host.accelerator.setup(trainer)
         host.model = host.precision_plugin.convert_module(host.model)
         host.model_to_device()
-        if align:
-            align_model(host.model, host.topology)
         host.setup_precision_plugin()
 
     def before_optimizers(self, module: nn.Module, topology: Topology) -> bool:
@@ -188,20 +177,12 @@ class WholeModel:
 
     # Checkpoints
 
-    def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
-        return state_dict()
-
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
         """Returns the state of an inner optimizer for the part of a checkpoint that all groups share."""
         return state_of(optimizer)
 
     def optimizer_states(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> list[Any]:
         return list(checkpoint["optimizer_states"])
-
-    def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
-        """Returns whether, by their layouts, a saved rank held the same part of the inner optimizers as one here."""
-        # Every rank holds the whole state; in a sharded group none does, and its layout has other keys.
-        return saved.keys() == own.keys()
 
     def write(
         self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
@@ -216,10 +197,6 @@ class WholeModel:
     def take_up_optimizers(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer], states: list[Any]) -> None:
         """Puts what this rank saved of its inner optimizers in place of what rank 0 saved."""
         checkpoint["optimizer_states"] = states
-
-    def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        """Drops the state of the inner optimizers, except the learning rates from which schedulers go on."""
-        checkpoint["optimizer_states"] = [{**state, "state": {}} for state in checkpoint["optimizer_states"]]
 
 
 def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
@@ -252,8 +229,10 @@ class ShardedModel(WholeModel):
     ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`: they average fragments one after the other,
     a few bits per value, while training goes on (arXiv 2501.18512). Each rank exchanges what it holds."""
 
+    refuse = staticmethod(refuse_what_cannot_work_sharded)
+
     def __init__(self, arguments: Mapping[str, Any]) -> None:
-        self._arguments = dict(arguments)
+        self.described = {name: str(value) for name, value in arguments.items()}
         self._data: int | Literal["auto"] = arguments["data_parallel_size"]
         self._tensor: int | Literal["auto"] = arguments["tensor_parallel_size"]
         self.in_folders = arguments["save_distributed_checkpoint"]
@@ -309,22 +288,8 @@ class ShardedModel(WholeModel):
                 f" group, which has {size} ranks: their product must be that number. Change one of them, or"
                 " worker_groups."
             )
-        self.mesh_shape = data, tensor
+        self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
         return layout
-
-    @override
-    def described(self) -> dict[str, str]:
-        return {name: str(value) for name, value in self._arguments.items()}
-
-    @override
-    def saved_layout(self, topology: Topology) -> dict[str, int]:
-        data, tensor = self.mesh_shape
-        return {
-            "worker_groups": topology.num_groups,
-            "group_size": topology.group_size,
-            "data_parallel": data,
-            "tensor_parallel": tensor,
-        }
 
     @override
     def connect_processes(self, host: Any, set_up: Callable[[], None]) -> None:
@@ -333,25 +298,20 @@ class ShardedModel(WholeModel):
 
     @override
     def join(self, host: Any, topology: Topology, layout: GroupLayout, timeout: timedelta) -> None:
-        host._device_mesh = mesh_of(layout, host.root_device.type, *self.mesh_shape, timeout)
+        data, tensor = self.mesh.values()
+        host._device_mesh = mesh_of(layout, host.root_device.type, data, tensor, timeout)
         host.lightning_module._device_mesh = host._device_mesh
 
     # The model
 
     @override
-    def refuse(self, trainer: Any, precision: Any) -> None:
-        refuse_what_cannot_work_sharded(trainer, precision)
-
-    @override
-    def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any, align: bool) -> None:
+    def set_up_without_fit(self, host: Any, set_up: Callable[[Any], None], trainer: Any) -> None:
         set_up(trainer)
-        if align:
-            align_model(host.model, host.topology)
 
     @override
     def before_optimizers(self, module: nn.Module, topology: Topology) -> bool:
         reshard(module)
-        data, tensor = self.mesh_shape
+        data, tensor = self.mesh.values()
         rank = topology.group_index * topology.group_size + topology.group_rank
         row = set(range(rank - rank % tensor, rank - rank % tensor + tensor))
         alone = [name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
@@ -364,17 +324,7 @@ class ShardedModel(WholeModel):
             )
         return True
 
-    @override
-    def wrap(self, host: Any, module: nn.Module, topology: Topology, wrap: Callable[[nn.Module], Any]) -> Any:
-        return wrap(module)
-
     # Checkpoints
-
-    @override
-    def local_state_dict(self, module: nn.Module, state_dict: Callable[[], Checkpoint]) -> Checkpoint:
-        # Gathering would wait for ranks that may be gone. What this returns is not written.
-        state = module.state_dict()
-        return {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @override
     def optimizer_state(self, optimizer: Optimizer, state_of: Callable[[Optimizer], Any], is_alone: bool) -> Any:
@@ -392,10 +342,6 @@ class ShardedModel(WholeModel):
     @override
     def optimizer_states(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> list[Any]:
         return [own_state(optimizer) for optimizer in optimizers]
-
-    @override
-    def holds_the_same(self, saved: Mapping[str, int], own: Mapping[str, int]) -> bool:
-        return {**saved, "worker_groups": 0} == {**own, "worker_groups": 0}
 
     @override
     def write(
@@ -450,13 +396,6 @@ class ShardedModel(WholeModel):
         checkpoint["optimizer_states"] = states
         for optimizer, state in zip(optimizers, states, strict=True):
             take_up_state(optimizer, state)
-
-    @override
-    def start_optimizers_afresh(self, checkpoint: Checkpoint, optimizers: Sequence[Optimizer]) -> None:
-        saved = checkpoint.get("optimizer_states", [])
-        groups = checkpoint[files.KEY].get("param_groups") or [state["param_groups"] for state in saved]
-        for optimizer, own in zip(optimizers, groups, strict=True):
-            optimizer.load_state_dict({"state": {}, "param_groups": own})
 
 
 # Sharded folders

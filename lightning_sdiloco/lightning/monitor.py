@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_sdiloco.algorithm import Fragment
 from lightning_sdiloco.comm import page_locked
 from lightning_sdiloco.engine import Landing, Span, StreamingDiLoCo
-from lightning_sdiloco.lightning.records import read_run, record_path, write_timeline
+from lightning_sdiloco.lightning.records import read_run, write_timeline
 from lightning_sdiloco.planning import readable_rate
 
 if TYPE_CHECKING:
@@ -104,27 +104,19 @@ class Interval:
         return {_PREFIX + name: number for name, number in scalars.items() if not math.isnan(number)}
 
 
-def shown(landing: Landing | None) -> dict[str, str]:
-    if landing is None:
-        return {"exposed_wait": "-", "link": "-"}
-    rate = landing.link_gbit_s
-    link = "-" if rate == 0 or math.isnan(rate) else readable_rate(rate)
-    return {"exposed_wait": f"{1000 * landing.exposed_wait_s:.3g} ms", "link": link}
-
-
-def fitting(entries: dict[str, str], columns: int) -> dict[str, str]:
-    """Returns as many entries of a progress bar as fit into a line, and at least the first.
-
-    >>> fitting({"outer_step": "12", "in_flight": "0", "link": "-"}, columns=27)
-    {'outer_step': '12', 'in_flight': '0'}
-    """
-    shown: dict[str, str] = {}
-    for name, value in entries.items():
-        columns -= len(f"{name}: {value} ") if shown else len(f"{name}: {value}")
-        if shown and columns < 0:
-            break
-        shown[name] = value
-    return shown
+def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, str]:
+    """Returns what the progress bar shows: as many entries as fit into its line, and at least the first."""
+    flights, landing = list(map(str, engine.in_flight)), engine.last_landing
+    rate = math.nan if landing is None else landing.link_gbit_s
+    entries = {
+        "outer_step": str(engine.round),
+        "in_flight": ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-",
+        "exposed_wait": "-" if landing is None else f"{1000 * landing.exposed_wait_s:.3g} ms",
+        "link": readable_rate(rate) if rate > 0 else "-",
+    }
+    while len(entries) > 1 and len(" ".join(f"{name}: {value}" for name, value in entries.items())) > columns:
+        entries.popitem()
+    return entries
 
 
 def lay_out(trainer: Any) -> None:
@@ -219,9 +211,9 @@ class StreamingDiLoCoMonitorMixin(_Base):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         folder = Path(self._folder or Path(trainer.log_dir or trainer.default_root_dir) / "sdiloco")
-        path = record_path(folder, trainer.global_rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # A line at a time, so that a run that is killed leaves what it did.
+        path = folder / f"rank_{trainer.global_rank:05d}.jsonl"
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._folder = str(folder)
         self._ahead = time.time() - time.perf_counter()

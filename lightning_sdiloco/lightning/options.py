@@ -68,8 +68,6 @@ class AutoSettings:
 
     names: tuple[str, ...] = ()
     measured: Measured | None = None
-    planned: bool = False
-    why: str = "there is one worker group, to which they are all the same"
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
@@ -80,15 +78,18 @@ class AutoSettings:
         >>> auto.names, settings.overlap_steps
         (('overlap_steps',), 0)
         """
-        names = tuple(name for name in _PLACEHOLDERS if _is_auto(name, arguments.get(name)))
+        exchange = arguments.get("exchange")
+        lacks_links = isinstance(exchange, TwoShot) and exchange.lacks_links
+        planned = (name for name in _PLACEHOLDERS if isinstance(arguments.get(name), str) and arguments[name] == AUTO)
+        names = (*(name for name in planned if name != "exchange"), *(["exchange"] * lacks_links))
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
         Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names if name != "exchange"}})
         settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
         if not names:
             return AutoSettings(), settings
-        first, is_planned = names[0], names != ("exchange",)
+        first = names[0]
         asked = f"exchange={TwoShot()!r}" if first == "exchange" else f"{first}='auto'"
-        for is_refused, why in (
+        _refuse(
             (
                 settings.sync_every <= STEPS,
                 f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
@@ -100,7 +101,7 @@ class AutoSettings:
                 f" measured, without an exchange. Choose {first} yourself, or leave out warmup_steps.",
             ),
             (
-                is_planned and settings.schedule is not None,
+                first != "exchange" and settings.schedule is not None,
                 f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
             ),
@@ -114,9 +115,7 @@ class AutoSettings:
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
                 f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps.",
             ),
-        ):
-            if is_refused:
-                raise ValueError(why)
+        )
         return AutoSettings(names), settings
 
     def described(self, settings: Mapping[str, str]) -> dict[str, str]:
@@ -127,7 +126,19 @@ class AutoSettings:
         """Takes the choice from a checkpoint that was saved after it."""
         if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
             return settings
-        chosen = {name: _read(name, saved[name], settings) for name in self.names}
+        chosen: dict[str, Any] = {}
+        for name in self.names:
+            try:
+                chosen[name] = (
+                    TwoShot.read(saved[name], kind_and_backend(settings.exchange)[1])
+                    if name == "exchange"
+                    else ast.literal_eval(saved[name])
+                )
+            except (ValueError, SyntaxError):
+                raise ValueError(
+                    f"{name}='auto' was given, and the run has {name}={saved[name]}, which cannot be made of its text."
+                    f" Give the same {name} as then."
+                ) from None
         self.names = ()
         return replace(settings, **chosen)
 
@@ -147,13 +158,12 @@ class AutoSettings:
         names = tuple(name for name in self.names if name != "exchange")
         if "exchange" in self.names:
             links = [measure_link(topology, timeout, to=group).gbit_s for group in range(topology.num_groups)]
-            settings = replace(settings, exchange=TwoShot(backend=_backend(settings)).over(links))
+            backend: Any = kind_and_backend(settings.exchange)[1]
+            settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
                 _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
-        self.planned = bool(names)
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
-            self.why = str(self.measured)
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
         self.names = ()
         return replace(settings, **chosen)
@@ -174,14 +184,10 @@ def choice(
     if measured is None:
         own = next(among)
     else:
-        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate(model))
+        memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
+        groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate)
         own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
     return {name: getattr(own, name) for name in names}
-
-
-def memory_rate(model: nn.Module) -> float:
-    """Returns the bytes per second that the device of a model reads and writes in its memory."""
-    return _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
 
 
 def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
@@ -226,41 +232,18 @@ def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float, to: 
     return time.monotonic() - started
 
 
-def _is_auto(name: str, value: Any) -> bool:
-    if name == "exchange":
-        return isinstance(value, TwoShot) and value.lacks_links
-    return isinstance(value, str) and value == AUTO
-
-
-def _backend(settings: Settings) -> Any:
-    return kind_and_backend(settings.exchange)[1]
-
-
-def _read(name: str, text: str, settings: Settings) -> Any:
-    """Returns a setting that was chosen from its text in a checkpoint."""
-    if name == "exchange":
-        return TwoShot.read(text, _backend(settings))
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        raise ValueError(
-            f"{name}='auto' was given, and the run has {name}={text}, which cannot be made of its text. Give the same"
-            f" {name} as then."
-        ) from None
-
-
-def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterable[Any], step: int) -> None:
+def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:
     """Announces what was chosen, in the log and to the loggers of a trainer."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,
         "sdiloco/fragments": fragments,
     }
-    if auto.measured is not None:
+    if measured is not None:
         numbers |= {
-            "sdiloco/step_time": auto.measured.step_time,
-            "sdiloco/link_gbit_s": auto.measured.link.gbit_s,
-            "sdiloco/link_round_trip": auto.measured.link.round_trip,
+            "sdiloco/step_time": measured.step_time,
+            "sdiloco/link_gbit_s": measured.link.gbit_s,
+            "sdiloco/link_round_trip": measured.link.round_trip,
         }
     _log.warning(
         "Chosen: sync_every=%d, overlap_steps=%d, fragments=%r (number of fragments: %d), compression=%r, because %s. A"
@@ -270,7 +253,7 @@ def tell(settings: Settings, fragments: int, auto: AutoSettings, loggers: Iterab
         settings.fragments,
         fragments,
         settings.compression,
-        auto.why,
+        measured or "there is one worker group, to which they are all the same",
     )
     for logger in loggers:
         logger.log_metrics(numbers, step=step)
@@ -296,64 +279,60 @@ class Options:
 
     def __post_init__(self) -> None:
         self.worker_groups = checked_worker_groups(self.worker_groups)
-        if self.evaluate not in ("outer", "mean", "local"):
-            raise ValueError(
+        _refuse(
+            (
+                self.evaluate not in ("outer", "mean", "local"),
                 f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them."
-            )
-        if self.resume not in ("exact", "restart", "exact:newest", "restart:newest"):
-            raise ValueError(
+                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them.",
+            ),
+            (
+                self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
                 f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
                 " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
-                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them."
-            )
-        if self.federation is not None:
-            self._check_federation(self.federation)
-            # The ranks of a site are one group.
-            self.worker_groups = 1
-
-    def _check_federation(self, federation: Any) -> None:
+                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them.",
+            ),
+        )
+        if (federation := self.federation) is None:
+            return
         if not isinstance(federation, Federation):
             raise ValueError(
                 f"federation={federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=..., run=...,"
                 " site=..., keys=...), or leave it out."
             )
-        if self.worker_groups not in (1, "auto"):
-            raise ValueError(
+        _refuse(
+            (
+                self.worker_groups not in (1, "auto"),
                 f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
-                " group. Leave it out, and start the others as sites of their own."
+                " group. Leave it out, and start the others as sites of their own.",
             )
+        )
         federation.check(self.settings)
-        if self.auto.names:
-            raise ValueError(
-                f"{self.auto.names[0]}='auto' does not go with a federation: its sites are launched on their own, and"
+        first = next(iter(self.auto.names), "")
+        _refuse(
+            (
+                self.auto.names,
+                f"{first}='auto' does not go with a federation: its sites are launched on their own, and"
                 " all bring the same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or"
-                " that of the site that founded the run (sdiloco doctor --hub shows it)."
-            )
-        if self.restarts:
-            raise ValueError(
+                " that of the site that founded the run (sdiloco doctor --hub shows it).",
+            ),
+            (
+                self.restarts,
                 f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
-                " leave it out."
-            )
-        if self.evaluate == "mean":
-            raise ValueError(
+                " leave it out.",
+            ),
+            (
+                self.evaluate == "mean",
                 f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
-                " choose 'outer' or 'local'."
-            )
+                " choose 'outer' or 'local'.",
+            ),
+        )
+        # The ranks of a site are one group.
+        self.worker_groups = 1
 
     @property
     def restarts(self) -> bool:
         """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
         return self.resume.startswith("restart")
-
-    @property
-    def keeps_newest(self) -> bool:
-        """Whether only the newest checkpoint keeps the folder from which a fit resumes."""
-        return self.resume.endswith(":newest")
-
-    def after(self, fit: "Options") -> "Options":
-        """Returns the options for another fit: what the planner chose in the last one stays."""
-        return replace(fit, settings=fit.settings.with_outer_step_of(self.settings))
 
     def described(self) -> dict[str, str]:
         """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
@@ -363,3 +342,10 @@ class Options:
             "evaluate": self.evaluate,
             "resume": self.resume,
         }
+
+
+def _refuse(*cases: tuple[object, str]) -> None:
+    """Raises the first refusal whose condition holds."""
+    for holds, why in cases:
+        if holds:
+            raise ValueError(why)

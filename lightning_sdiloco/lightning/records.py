@@ -11,38 +11,24 @@ from dataclasses import dataclass, field
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_sdiloco.engine import Span
 
 Line = dict[str, Any]
 Event = dict[str, Any]
 
-_NAME = "rank_{:05d}.jsonl"
 _TRAINING = 0  # the row of the trace; those of fragments follow
-# What happens in the background: the name of each part in the trace, and of its span in a record.
-_PARTS = {
-    "encode": "encode",
-    "transfer": "transfer",
-    "decode": "decode",
-    "second_hop": "relay",
-    "outer_step": "outer_step",
-}
+_IN_BACKGROUND = ("encode", "transfer", "decode", "relay", "outer_step")
 
 
-def record_path(folder: Path, rank: int) -> Path:
-    return folder / _NAME.format(rank)
-
-
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     step: int
     span: Span
     done: float
 
 
-@dataclass(frozen=True)
-class LandingRecord:
+class LandingRecord(NamedTuple):
     """A landing as it was written down; `lightning_sdiloco.Landing` describes most of the fields."""
 
     fragment: int
@@ -59,7 +45,7 @@ class LandingRecord:
     spans: dict[str, Span]
     diagnostics: dict[str, Any] | None
     link_gbit_s: float | None = None
-    sites: list[str] = field(default_factory=list)
+    sites: Sequence[str] = ()
 
     @property
     def exchange(self) -> str:
@@ -71,8 +57,7 @@ class LandingRecord:
         return ended - began
 
 
-@dataclass(frozen=True)
-class Validation:
+class Validation(NamedTuple):
     step: int
     span: Span
     metrics: dict[str, float]
@@ -103,8 +88,7 @@ class Rank:
         return f"group {self.group}" if site is None else str(site)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """The records of all ranks of a run, in the order of their ranks."""
 
     ranks: list[Rank]
@@ -172,29 +156,24 @@ def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
         is_first = parts is reference or number >= len(reference)
         ahead = 0.0 if is_first else _ahead(part, reference[number])
         for line in part:
-            _take(rank, line, ahead)
+            kind = line["kind"]
+            spans = {name: (began - ahead, ended - ahead) for name, (began, ended) in line.get("spans", {}).items()}
+            began, ended = line.get("span", (0.0, 0.0))
+            span = began - ahead, ended - ahead
+            if kind == "start":
+                rank.starts.append((line["time"] - ahead, line["step"]))
+            elif kind == "step":
+                rank.steps.append(Step(line["step"], span, line["done"] - ahead))
+            elif kind == "landing":
+                told = {name: line[name] for name in LandingRecord.__annotations__ if name in line}
+                rank.landings.append(LandingRecord(**{**told, "spans": spans}))
+            elif kind == "validation":
+                rank.validations.append(Validation(line["step"], span, line["metrics"]))
+            elif kind == "loss":
+                rank.losses.append((line["step"], line["loss"]))
+            elif kind == "fragments":
+                rank.fragments, rank.parameters = line["fragments"], line["parameters"]
     return rank
-
-
-def _take(rank: Rank, line: Line, ahead: float) -> None:
-    def span(began: float, ended: float) -> Span:
-        return began - ahead, ended - ahead
-
-    kind = line["kind"]
-    if kind == "start":
-        rank.starts.append((line["time"] - ahead, line["step"]))
-    elif kind == "step":
-        rank.steps.append(Step(line["step"], span(*line["span"]), line["done"] - ahead))
-    elif kind == "landing":
-        spans = {name: span(*given) for name, given in line["spans"].items()}
-        told = {name: line[name] for name in LandingRecord.__dataclass_fields__ if name in line}
-        rank.landings.append(LandingRecord(**{**told, "spans": spans}))
-    elif kind == "validation":
-        rank.validations.append(Validation(line["step"], span(*line["span"]), line["metrics"]))
-    elif kind == "loss":
-        rank.losses.append((line["step"], line["loss"]))
-    elif kind == "fragments":
-        rank.fragments, rank.parameters = line["fragments"], line["parameters"]
 
 
 # The trace
@@ -236,9 +215,9 @@ def _events(rank: Rank, zero: float, numbers: Iterator[int]) -> Iterator[Event]:
             yield piece(name, _TRAINING, landing.spans[name], **about)
         row = 1 + landing.fragment
         yield piece("final flight" if landing.final else "flight", row, landing.spans["flight"], **about)
-        for name, key in _PARTS.items():
-            if key in landing.spans:
-                yield piece(name, row, landing.spans[key])
+        for name in _IN_BACKGROUND:
+            if name in landing.spans:
+                yield piece(name.replace("relay", "second_hop"), row, landing.spans[name])
         number = next(numbers)
         yield event("s", "flight", _TRAINING, landing.spans["launch"][0], id=number, cat="flight")
         yield event("f", "flight", _TRAINING, landing.spans["land"][0], id=number, cat="flight", bp="e")

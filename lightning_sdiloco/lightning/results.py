@@ -1,10 +1,8 @@
 """What users read of a strategy: schedule, fragments, outer parameters and report, during a fit and after it."""
 
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm import Fragment, Schedule
@@ -15,26 +13,12 @@ from lightning_sdiloco.lightning.options import Options
 
 
 class Summary(NamedTuple):
-    """What stays readable of a finished fit, also where it ran in other processes."""
+    """What stays readable of a finished fit that ran in other processes."""
 
     fragments: tuple[Fragment, ...]
     schedule: Schedule
     outer: dict[str, Tensor]
     counts: dict[str, float]
-
-    @staticmethod
-    def load(path: Path) -> "Summary":
-        fragments, schedule, outer, counts = torch.load(path, weights_only=True)
-        return Summary(
-            tuple(Fragment(tuple(f["names"]), tuple(f["sizes"])) for f in fragments),
-            Schedule(**schedule),
-            outer,
-            counts,
-        )
-
-    def save(self, path: Path) -> None:
-        """Writes the summary to a file, as plain containers and tensors, which load with ``weights_only=True``."""
-        torch.save((list(map(asdict, self.fragments)), asdict(self.schedule), self.outer, self.counts), path)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         return {name: values.clone() for name, values in self.outer.items()}
@@ -65,18 +49,11 @@ class Results:
             )
         return source
 
-    def summary(self) -> Summary | None:
-        """Returns what the main process can still read after a fit in this one; None if none finished here."""
-        engine = self.engine
-        if engine is None or not engine.is_finished:
-            return None
-        return Summary(engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report())
-
 
 class ReadableStrategy:
     """What users read of a strategy of Trainer or Fabric."""
 
-    _results: Results
+    results: Results
     _groups: ConnectedGroups
 
     @property
@@ -86,15 +63,15 @@ class ReadableStrategy:
         Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
         it is known once they are chosen, after the first inner steps.
         """
-        if self._results.other is not None:
-            return self._results.other.schedule
-        settings = self._results.options.settings
+        if self.results.other is not None:
+            return self.results.other.schedule
+        settings = self.results.options.settings
         return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The fragments: names and sizes in bytes of their parameters. Known as early as `schedule`."""
-        return self._results.fragments or self._results.source.fragments
+        return self.results.fragments or self.results.source.fragments
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
@@ -102,16 +79,16 @@ class ReadableStrategy:
         The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
         call it together.
         """
-        return self._results.source.outer_state_dict()
+        return self.results.source.outer_state_dict()
 
     def report(self) -> dict[str, float]:
         """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
-        return self._results.source.report()
+        return self.results.source.report()
 
     @property
     def engine(self) -> StreamingDiLoCo | None:
         """The engine of the current or last training; None before the first in this process."""
-        return self._results.engine
+        return self.results.engine
 
     @property
     def topology(self) -> Topology:

@@ -28,7 +28,7 @@ class Signals:
 
     def __init__(self, fit: FitState) -> None:
         self._fit, self._trainer = fit, fit.trainer
-        self._received: set[Request] = set()
+        self.received: set[Request] = set()
         self._requeue: Callable[..., None] | None = None
         self._requeued_by: int | None = None
 
@@ -40,21 +40,15 @@ class Signals:
         replace(fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, fit_loop.epoch_loop.on_advance_end))
         replace(fit_loop, "on_advance_end", partial(self._after_epoch, fit_loop.on_advance_end))
 
-    @property
-    def received(self) -> int:
-        return sum(self._received.copy())
-
     def end_if_any_received(self) -> None:
         """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
-        received = 0
-        for rank in self._fit.groups.topology.world.all_gather_object(self.received):
-            received |= rank
-        if received:
-            self._end(received)
+        ranks = self._fit.groups.topology.world.all_gather_object([int(request) for request in self.received])
+        if received := set[int]().union(*ranks):
+            self._end(sum(received))
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
         # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested handlers lose nothing.
-        self._received.add(request)
+        self.received.add(request)
         if request == Request.REQUEUE:
             self._requeued_by = signum
 

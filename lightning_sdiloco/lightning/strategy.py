@@ -37,8 +37,9 @@ from lightning_sdiloco.algorithm import (
     refuse_unknown,
 )
 from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine import align_model, local
 from lightning_sdiloco.federation import Federation
-from lightning_sdiloco.lightning.fit import Distribution, Fit, put_first
+from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.epochs import process_wrapped
@@ -150,7 +151,7 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         self._options = Options.of(locals())
         arguments = self.base_arguments(**of_format)
         self._format = self.model_format(arguments)
-        self._groups, self._results = ConnectedGroups(), Results(self._options)
+        self._groups, self.results = ConnectedGroups(), Results(self._options)
         self._fit: Fit | None = None
         self._patches = ExitStack()  # What is replaced in Lightning while there is no fit.
         super().__init__(timeout=timeout, **arguments)
@@ -160,13 +161,9 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @property
     def measured(self) -> Measured | None:
         """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
-        return self._results.options.auto.measured
+        return self.results.options.auto.measured
 
-    # What launcher, monitor and callbacks read
-
-    @property
-    def results(self) -> Results:
-        return self._results
+    # What launcher, checkpoints and loops read
 
     @property
     def fit(self) -> Fit:
@@ -185,7 +182,10 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            self._options = self._options.after(self._fit.options)
+            # What the planner chose stays.
+            chosen = self._fit.options
+            settings = chosen.settings.with_outer_step_of(self._options.settings)
+            self._options = replace(chosen, settings=settings)
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
@@ -196,9 +196,9 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         self._format.refuse(trainer, self.precision_plugin.precision)
         if self._fit is not None:
             self._fit.close()
-        termination = self.distribution.termination
-        self._fit = Fit(trainer, replace(self._options), self._groups, self._format, self._results, termination)
-        put_first(self.distribution.callback(self._fit), trainer)
+        kind, termination = self.distribution.callback, self.distribution.termination
+        self._fit = kind(trainer, replace(self._options), self._groups, self._format, self.results, termination)
+        trainer.callbacks[:] = [self._fit, *(one for one in trainer.callbacks if not isinstance(one, Fit))]
 
     @override
     def _configure_launcher(self) -> None:
@@ -239,7 +239,9 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             listen_without_fit(trainer, partial(patch, self._patches))
             # Where a fit was interrupted, groups hold models of their own.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
-            self._format.set_up_without_fit(self, super().setup, trainer, align)
+            self._format.set_up_without_fit(self, super().setup, trainer)
+            if align and self.model is not None:
+                align_model(self.model, self.topology)
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
@@ -318,8 +320,10 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._fit is None or not self._fit.was_ended_by(exception):
+        if self._fit is None:
             self._groups.fail(exception)
+        else:
+            self._fit.on_exception(None, None, exception)
         advise_on_unused(exception, self.strategy_name)
         super().on_exception(exception)
 
@@ -340,12 +344,17 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         state_dict = super().lightning_module_state_dict
-        assert self.lightning_module is not None
         if self._groups.failed:
-            state_dict = partial(self._format.local_state_dict, self.lightning_module, state_dict)
+            # Gathering what is sharded would wait for ranks that may be gone.
+            state_dict = self._local_state_dict
         if self.engine is None or self.engine.is_finished:
             return state_dict()
         return self.fit.evaluation.state_dict(self.engine, state_dict)
+
+    def _local_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        return {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

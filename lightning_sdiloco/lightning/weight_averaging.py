@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-
 from lightning_sdiloco.engine import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.host.patching import replace
@@ -39,33 +37,21 @@ class Averaging:
                 if not is_aligned(average, fit.groups.topology):
                     inner = average.module if hasattr(average, "n_averaged") else average
                     inner.load_state_dict(self._module.state_dict())
-            if "WeightAveraging" in kinds:
-                self._replace_hooks(callback, undo)
-            elif "StochasticWeightAveraging" in kinds:
+            if "StochasticWeightAveraging" in kinds:
                 replace(undo, callback, "on_train_epoch_start", partial(self._in_outer, callback.on_train_epoch_start))
-
-    def _replace_hooks(self, callback: Any, undo: ExitStack) -> None:
-        self._callback = callback
-        self._should_update = callback.should_update
-        self._on_train_batch_end = callback.on_train_batch_end
-        self._on_train_epoch_end = callback.on_train_epoch_end
-        self._on_train_end = callback.on_train_end
-        replace(undo, callback, "should_update", self._answer)
-        replace(undo, callback, "on_train_batch_end", self._end_batch)
-        replace(undo, callback, "on_train_epoch_end", self._end_epoch)
-        replace(undo, callback, "on_train_end", self._end_fit)
-        replace(undo, callback, "on_save_checkpoint", partial(self._save, callback.on_save_checkpoint))
+            elif "WeightAveraging" in kinds:
+                self._callback, self._should_update = callback, callback.should_update
+                self._update = callback.on_train_batch_end
+                replace(undo, callback, "should_update", self._answer)
+                replace(undo, callback, "on_train_batch_end", self._end_batch)
+                replace(undo, callback, "on_train_epoch_end", partial(self._end_epoch, callback.on_train_epoch_end))
+                replace(undo, callback, "on_train_end", partial(self._end_fit, callback.on_train_end))
+                replace(undo, callback, "on_save_checkpoint", partial(self._save, callback.on_save_checkpoint))
 
     def _in_outer(self, function: Callable[..., None], *args: Any) -> None:
         assert self._fit.engine is not None, "averages are updated in training"
         with self._fit.engine.evaluate():
             function(*args)
-
-    @property
-    def _average(self) -> nn.Module:
-        average = self._callback._average_model
-        assert isinstance(average, nn.Module)
-        return average
 
     def _answer(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
@@ -76,23 +62,23 @@ class Averaging:
         if not self._fit.is_training:
             self._keep_unfinished(landed=self._fit.landed)
         if self._wanted and (self._fit.landed or not self._fit.is_training):
-            self._in_outer(self._on_train_batch_end, trainer, module, *args)
+            self._in_outer(self._update, trainer, module, *args)
             self._wanted = False
 
-    def _end_epoch(self, trainer: Any, module: Any) -> None:
+    def _end_epoch(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
         before = self._updates
-        self._in_outer(self._on_train_epoch_end, trainer, module)
+        self._in_outer(original, trainer, module)
         # Where max_steps ends the fit inside an epoch, a fit that goes on has not reached the end of the epoch yet.
         if self._unfinished is not None and trainer.fit_loop.epoch_loop._num_ready_batches_reached():
             self._unfinished["updates"] += self._updates - before
 
-    def _end_fit(self, trainer: Any, module: Any) -> None:
+    def _end_fit(self, original: Callable[..., None], trainer: Any, module: Any) -> None:
         # A fit that was stopped early has just been finished.
         self._keep_unfinished(landed=False)
         if self._wanted:
-            self._on_train_batch_end(trainer, module, None, None, 0)
+            self._update(trainer, module, None, None, 0)
             self._wanted = False
-        self._on_train_end(trainer, module)
+        original(trainer, module)
 
     def _save(self, original: Callable[..., None], trainer: Any, module: Any, checkpoint: State) -> None:
         original(trainer, module, checkpoint)
@@ -102,14 +88,13 @@ class Averaging:
 
     @property
     def _updates(self) -> int:
-        count = self._average.n_averaged
-        assert isinstance(count, Tensor)
-        return int(count)
+        return int(self._callback._average_model.n_averaged)
 
     def _keep_unfinished(self, landed: bool) -> None:
         if self._unfinished is None:
+            average = self._callback._average_model.state_dict()
             self._unfinished = {
-                "average": {key: value.to("cpu", copy=True) for key, value in self._average.state_dict().items()},
+                "average": {key: value.to("cpu", copy=True) for key, value in average.items()},
                 "wanted": self._wanted and not landed,
                 "updates": int(self._wanted and landed),
             }
@@ -119,20 +104,19 @@ class Averaging:
         if self._callback is None:
             return None
         # The checkpoint has the average of rank 0. Those of other ranks differ from it only in their buffers.
-        buffers = [buffer.to("cpu", copy=True) for buffer in self._average.buffers()]
+        buffers = [buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 
     def load_state_dict(self, state: State | None) -> None:
         """Restores what `state_dict` returned. Call it when the engine holds what was saved with it."""
         if self._callback is None or state is None:
             return
-        self._wanted = state["wanted"]
-        for buffer, own in zip(self._average.buffers(), state["buffers"], strict=True):
+        average, self._wanted = self._callback._average_model, state["wanted"]
+        for buffer, own in zip(average.buffers(), state["buffers"], strict=True):
             buffer.copy_(own)
         unfinished = state["unfinished"]
         if unfinished is not None:
             self._wanted = unfinished["wanted"]
-            self._average.load_state_dict(unfinished["average"])
+            average.load_state_dict(unfinished["average"])
             for _ in range(unfinished["updates"]):
-                average = self._callback._average_model
                 self._in_outer(average.update_parameters, self._module)

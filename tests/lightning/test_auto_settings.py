@@ -219,8 +219,7 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
             written.append((metrics, step))
 
     with caplog.at_level(logging.WARNING):
-        auto = AutoSettings(measured=Measured(0.25, SLOW), why=str(Measured(0.25, SLOW)))
-        auto_settings.tell(Settings(sync_every=50), 4, auto, [Logger()], 8)
+        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [Logger()], 8)
     assert "Chosen: sync_every=50, overlap_steps=5, fragments='strided:3'" in caplog.text
     assert "an inner step takes 0.25 s, the link carries 5 kbit/s with a round trip of 50 ms" in caplog.text
     (metrics, step) = written[0]

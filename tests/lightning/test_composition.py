@@ -18,7 +18,7 @@ from tests.ranks import run_processes
 FACES = ("lightning_pytorch", "pytorch_lightning")
 NAMES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
 OWN = {NAMES[0]: {"start_method", "ddp_kwargs"}, NAMES[1]: {"data_parallel_size", "save_distributed_checkpoint"}}
-PARTS = {"_options", "_groups", "_results", "_format", "_fit", "_patches"}
+PARTS = {"_options", "_groups", "results", "_format", "_fit", "_patches"}
 
 
 def strategies() -> Iterator[tuple[str, str, Any, Any]]:

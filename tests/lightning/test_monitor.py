@@ -11,6 +11,7 @@ import time
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 import lightning_sdiloco
 from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.comm import GroupLayout, Topology
-from lightning_sdiloco.lightning.monitor import Interval, scalars_of, shown
+from lightning_sdiloco.lightning.monitor import Interval, progress, scalars_of
 from lightning_sdiloco.lightning.records import read_run, trace
 from tests import fits
 from tests.fits import LIGHTNING, fit
@@ -216,7 +217,9 @@ def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_
     assert landing().link_gbit_s == 0
     unknown = landing(bytes_sent=1_000_000, bytes_received=1_000_000, on_link_s=math.nan)
     assert "sdiloco/link_gbit_s" not in scalars_of(unknown)
-    assert shown(unknown)["link"] == "-"
+    bar = SimpleNamespace(round=12, in_flight=(0, 1, 2, 3), last_landing=unknown)
+    assert progress(bar, columns=34) == {"outer_step": "12", "in_flight": "0, 1, +2"}  # type: ignore[arg-type]
+    assert progress(bar)["link"] == "-"  # type: ignore[arg-type]
     interval = Interval(sync_every=10, first_step=0)
     assert "sdiloco/peak_gbit_s" not in interval.scalars_with(unknown._replace(landed_at=10))
     # One group without momentum has neither others to compare with nor a momentum.

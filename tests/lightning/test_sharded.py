@@ -368,7 +368,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     def shape(devices: int, nodes: int, worker_groups: Any = "auto", **sizes: Any) -> tuple[int, int, int]:
         chosen = ShardedModel(ShardedModel.base_arguments(**sizes))
         layout = chosen.layout(worker_groups, nodes, devices)
-        return (layout.worker_groups, *chosen.mesh_shape)
+        return (layout.worker_groups, *chosen.mesh.values())
 
     assert shape(4, 2) == (2, 1, 4)
     assert shape(4, 4, worker_groups=2) == (2, 2, 4)

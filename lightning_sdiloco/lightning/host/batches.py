@@ -11,6 +11,7 @@ or pickles it, such as a checkpoint whose hyperparameters hold a metric.
 """
 
 import importlib
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -18,11 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import replace
-from lightning_sdiloco.lightning.monitor import fitting, shown
+from lightning_sdiloco.lightning.monitor import progress
 
 # Columns that a bar of Rich takes for all but the metrics.
 _BESIDE_METRICS = 66
@@ -30,13 +30,13 @@ _BESIDE_METRICS = 66
 
 def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
     """Replaces what would wait for all ranks at every batch; see [Note: silence between launches]."""
-    trainer, requests = fit.trainer, fit.requests
+    trainer = fit.trainer
 
     def check(timer: Any, original: Callable[[Any], None], trainer: Any) -> None:
         if not in_batch(trainer.lightning_module):
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
-            requests.ask(Request.TIME_LIMIT)
+            fit.requests.ask(Request.TIME_LIMIT)
 
     replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
     for timer in trainer.callbacks:
@@ -48,9 +48,12 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
             f"{len(by_time)} ModelCheckpoint callbacks have a train_time_interval; worker groups can agree on at"
             f" most {MOST_CHECKPOINTS}. Use every_n_train_steps in some of them."
         )
+
+    def decide(index: int, hook: Callable[..., None], *args: Any) -> None:
+        fit.requests.decide_checkpoint(index, hook, *args)
+
     for index, saver in enumerate(by_time):
-        hook = partial(requests.decide_checkpoint, index, saver.on_train_batch_end)
-        replace(undo, saver, "on_train_batch_end", hook)
+        replace(undo, saver, "on_train_batch_end", partial(decide, index, saver.on_train_batch_end))
     _monitor_means(undo, trainer, fit.groups)
     _keep_in_group(undo, trainer, fit.groups.topology.in_group.process_group)
     if (bar := trainer.progress_bar_callback) is not None:
@@ -58,9 +61,8 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
         def metrics_shown(*args: Any) -> dict[str, Any]:
             console = getattr(getattr(bar, "progress", None), "console", None)
-            entries = _progress(fit.engine)
-            entries = entries if console is None else fitting(entries, console.width - _BESIDE_METRICS)
-            return {**metrics(*args), **entries}
+            columns = math.inf if console is None else console.width - _BESIDE_METRICS
+            return {**metrics(*args), **(progress(fit.engine, columns) if fit.engine is not None else {})}
 
         replace(undo, bar, "get_metrics", metrics_shown)
 
@@ -116,11 +118,3 @@ def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
 
     replace(undo, metrics, "gather_all_tensors", gather)
     replace(undo, nn.SyncBatchNorm, "forward", forward)
-
-
-def _progress(engine: StreamingDiLoCo | None) -> dict[str, str]:
-    if engine is None:
-        return {}
-    flights = list(map(str, engine.in_flight))
-    in_flight = ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-"
-    return {"outer_step": str(engine.round), "in_flight": in_flight, **shown(engine.last_landing)}

@@ -43,25 +43,31 @@ _LOADERS = "combined_loader"
 
 
 class Epochs:
-    """The epochs of a fit, and where the other groups are in them; see [Note: where the others are]."""
+    """The epochs of a fit: what fetches the batches of this group, and knows where the other groups are.
+
+    See [Note: where the others are]. With several worker groups it stands in the place of Lightning's data fetcher.
+    """
 
     def __init__(self, fit: FitState) -> None:
         self.fit = fit
         self._told: deque[tuple[int, Any]] = deque()  # After which inner step, and what was posted.
-        self._is_open = False
         # The last batch in which this group or another is known to be, and the last of the epoch once that is known.
         self._last = 0
         self._end: int | None = None
+        # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
+        self.done = self._is_open = self._is_over = False
+        self.fetched = 0
 
     def end_together(self, undo: ExitStack) -> None:
         """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing."""
         trainer, loop = self.fit.trainer, self.fit.trainer.fit_loop
-        states, setup_data, validates = loop.on_save_checkpoint, loop.setup_data, loop.epoch_loop._should_check_val_fx
+        setup_data, validates = loop.setup_data, loop.epoch_loop._should_check_val_fx
+        self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
 
         def saved_state() -> dict[str, Any]:
             # With that of its loaders as if nobody had looked ahead.
-            loaders = getattr(loop._data_fetcher, "loaders", None)
-            return states() if loaders is None else {**states(), _LOADERS: loaders}
+            loaders = self._loaders if loop._data_fetcher is self else None
+            return self._states() if loaders is None else {**self._states(), _LOADERS: loaders}
 
         def should_validate(fetcher: Any) -> bool:
             # Also after an epoch with fewer batches than were announced.
@@ -74,15 +80,11 @@ class Epochs:
             return bool(due)
 
         if self.fit.groups.topology.num_groups > 1:
-            replace(undo, loop, "setup_data", partial(_setup_data, self, setup_data, states))
+            replace(undo, loop, "setup_data", partial(self._setup_data, setup_data))
             replace(undo, loop, "on_save_checkpoint", saved_state)
             replace(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
 
-    def open(self, batch: int) -> bool:
-        """Begins an epoch, or goes on with one. A tuner removes the callback that counts: each rank is then alone."""
-        self._is_open = any(getattr(callback, "fit", None) is self.fit for callback in self.fit.trainer.callbacks)
-        self._last, self._end = batch, None
-        return self._is_open
+    # Where the others are
 
     def meet(self) -> None:
         """Tells the others, once for each batch, that this group is about to wait for all of them."""
@@ -92,7 +94,11 @@ class Epochs:
                 self._last = batch
                 self._tell(batch, is_end=False)
 
-    def end(self, own: int, batch: int) -> int | None:
+    def collect(self, until: float = float("inf")) -> None:
+        while self._told and self._told[0][0] <= until:
+            self._hear()
+
+    def _end_after(self, own: int, batch: int) -> int | None:
         """Returns the last batch of the epoch, or None if another group goes on after ``batch``, or in it.
 
         Waits for the others, and asks for the end of the epoch, because the data of this group ended after ``own``.
@@ -108,10 +114,6 @@ class Epochs:
             else:
                 self._end = self._last
         return self._end
-
-    def collect(self, until: float = float("inf")) -> None:
-        while self._told and self._told[0][0] <= until:
-            self._hear()
 
     def _tell(self, batch: int, is_end: bool) -> None:
         """Says in which batch this group is, or after which its data ended."""
@@ -134,19 +136,88 @@ class Epochs:
             ) from error
         return [word.clone().view(torch.int64).tolist() for word in words]
 
+    # The lengths of the groups
 
-class _Fetcher:
-    def __init__(self, fetcher: Any, length: int | None, epochs: Epochs, states: Callable[[], dict[str, Any]]) -> None:
-        self._fetcher, self._length = fetcher, length
-        self._epochs, self._states = epochs, states
-        self._start_profiler, self._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
-        # See [Note: a batch ahead].
-        self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
-        self.loaders: Any = None
-        self.fetched = 0
-        self.done = self._is_open = self._is_over = False
+    def _setup_data(self, original: Callable[[], None]) -> None:
+        loop, strategy = self.fit.trainer.fit_loop, self.fit.trainer.strategy
+        before, failure, loaded = loop._data_fetcher, None, False
+        wait = strategy.barrier
 
-    def __iter__(self) -> "_Fetcher":
+        def barrier(name: Any = None, *args: Any, **kwargs: Any) -> None:
+            nonlocal loaded
+            wait(name, *args, **kwargs)
+            if name == _LOADED:
+                loaded = True
+                # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
+                replace(undo, strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+
+        with ExitStack() as undo:
+            replace(undo, strategy, "barrier", barrier)
+            try:
+                original()
+            except Exception as error:
+                if not loaded:
+                    raise
+                failure = error
+        if failure is None and loop._data_fetcher is before:
+            return
+        length = self._agreed_length(failure)
+        if length == 0:
+            return
+        if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
+            # See [Note: a batch ahead].
+            fetcher, self._length, self._loaders = loop._data_fetcher, length, None
+            self._start_profiler, self._stop_profiler = fetcher._start_profiler, fetcher._stop_profiler
+            self._ahead, fetcher.batches, fetcher.prefetch_batches = fetcher.batches, [], 0
+            self.done = self._is_open = self._is_over = False
+            self._fetcher, self.fetched, loop._data_fetcher = fetcher, 0, self
+        elif length is not None:
+            # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
+            loop._combined_loader.limits = [min(limit, length) for limit in loop._combined_loader.limits]
+            loop._data_fetcher.length = length
+
+    def _agreed_length(self, failure: Exception | None) -> int | None:
+        """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none, or cannot load."""
+        trainer, topology = self.fit.trainer, self.fit.groups.topology
+        loop, own = trainer.fit_loop, None
+        if failure is None:
+            # A restored loader may be at its end, and groups may have no data in a later epoch.
+            resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
+            is_empty = loop._data_fetcher.done and not resumed
+            own = (0 if is_empty else None) if loop.max_batches == float("inf") else int(loop.max_batches)
+        ranks = topology.world.all_gather_object((topology.group_index, own, repr(failure) if failure else ""))
+        if failure is not None:
+            raise failure
+        for group, _, error in ranks:
+            if error:
+                raise ValueError(f"Worker group {group} cannot train with its data: {error}.")
+        lengths = {length for _, length, _ in ranks}
+        agreed: int | None = min(lengths - {None}, default=None)
+        if len(lengths) == 1:
+            return agreed
+        told: dict[int, dict[str, None]] = {}
+        for group, length, _ in ranks:
+            told.setdefault(group, {})["an unknown number" if length is None else str(length)] = None
+        text = ", ".join(f"group {group} has {' and '.join(numbers)}" for group, numbers in told.items())
+        if agreed == 0:
+            raise ValueError(
+                f"Some worker groups have no batch to train on: {text}. Epochs end together, so nobody would train."
+                " Give every group data, or train with fewer worker groups."
+            )
+        loop.max_batches = agreed
+        if _validates_by_share(trainer):
+            trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
+        if trainer.is_global_zero:
+            _log.warning(
+                "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in all of them.",
+                text,
+                agreed,
+            )
+        return agreed
+
+    # In the place of Lightning's data fetcher
+
+    def __iter__(self) -> "Epochs":
         iter(self._fetcher)
         self._ahead, self.fetched = [], 0
         self.done = self._is_open = self._is_over = False
@@ -154,9 +225,10 @@ class _Fetcher:
 
     def __next__(self) -> tuple[Any, int, int]:
         self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
-        trainer, topology = self._epochs.fit.trainer, self._epochs.fit.groups.topology
         batch = self.fetched + 1
-        self._is_open = self._is_open or self._epochs.open(self.fetched)
+        if not self._is_open and self.fit in self.fit.trainer.callbacks:
+            # An epoch begins, or goes on.
+            self._is_open, self._last, self._end = True, self.fetched, None
         item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
         if item is None and not self._is_open:
             # A tuner trains a fixed number of steps, so the data starts again.
@@ -164,37 +236,41 @@ class _Fetcher:
             self._is_over, item = False, next(self._fetcher)
         self._is_over = self._is_over or item is None
         if self._length is None and not self._is_over:
-            self.loaders = self._states().get(_LOADERS)
+            self._loaders = self._states().get(_LOADERS)
             self._ahead = [ahead for ahead in [next(self._fetcher, None)] if ahead is not None]
             self._is_over = not self._ahead
         if self._is_over and self._is_open:
-            end = self._epochs.end(self.fetched if item is None else batch, batch)
+            end = self._end_after(self.fetched if item is None else batch, batch)
             if end == self.fetched:
-                self._epochs.fit.requests.settle(Request.END_EPOCH)
+                self.fit.requests.settle(Request.END_EPOCH)
                 raise StopIteration
             self.done = batch == end
         self.done = self.done or batch == self._length
         if item is None:
-            said = trainer.fit_loop.epoch_loop._warning_cache
-            if _YIELDED_NONE not in said and topology.group_rank == 0:
-                _log.warning(
-                    "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
-                    " idle batches, in which it does not train, until all end the epoch together: when the data of all"
-                    " has ended, or after the landing of its next launch. A loader with a length, or"
-                    " limit_train_batches as a number of batches, avoids them. This is said once.",
-                    topology.group_index,
-                    trainer.current_epoch,
-                    self.fetched,
-                )
-            # Lightning would warn of a batch that is None.
-            said.add(_YIELDED_NONE)
+            self._tell_of_idle_batches()
             item = None, self.fetched, 0
         if item[0] is None:
             # What the last batch logged is not logged again for one that is idle.
-            for logged in trainer.fit_loop.epoch_loop._results.values():
+            for logged in self.fit.trainer.fit_loop.epoch_loop._results.values():
                 logged._forward_cache = None
         self.fetched = batch
         return item
+
+    def _tell_of_idle_batches(self) -> None:
+        trainer, topology = self.fit.trainer, self.fit.groups.topology
+        said = trainer.fit_loop.epoch_loop._warning_cache
+        if _YIELDED_NONE not in said and topology.group_rank == 0:
+            _log.warning(
+                "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
+                " idle batches, in which it does not train, until all end the epoch together: when the data of all"
+                " has ended, or after the landing of its next launch. A loader with a length, or"
+                " limit_train_batches as a number of batches, avoids them. This is said once.",
+                topology.group_index,
+                trainer.current_epoch,
+                self.fetched,
+            )
+        # Lightning would warn of a batch that is None.
+        said.add(_YIELDED_NONE)
 
     def teardown(self) -> None:
         self._fetcher.teardown()
@@ -203,80 +279,6 @@ class _Fetcher:
 def _validates_by_share(trainer: Any) -> bool:
     by_time = getattr(trainer, "_val_check_time_interval", None) is not None
     return isinstance(trainer.val_check_interval, float) and not by_time
-
-
-# The lengths of the groups
-
-
-def _setup_data(epochs: Epochs, original: Callable[[], None], states: Callable[[], dict[str, Any]]) -> None:
-    loop, strategy = epochs.fit.trainer.fit_loop, epochs.fit.trainer.strategy
-    before, failure, loaded = loop._data_fetcher, None, False
-    wait = strategy.barrier
-
-    def barrier(name: Any = None, *args: Any, **kwargs: Any) -> None:
-        nonlocal loaded
-        wait(name, *args, **kwargs)
-        if name == _LOADED:
-            loaded = True
-            # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
-            replace(undo, strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
-
-    with ExitStack() as undo:
-        replace(undo, strategy, "barrier", barrier)
-        try:
-            original()
-        except Exception as error:
-            if not loaded:
-                raise
-            failure = error
-    if failure is not None or loop._data_fetcher is not before:
-        length = _agreed_length(epochs.fit, failure)
-        if length == 0:
-            return
-        if type(loop._data_fetcher).__name__ != "_DataLoaderIterDataFetcher":
-            loop._data_fetcher = _Fetcher(loop._data_fetcher, length, epochs, states)
-        elif length is not None:
-            # It passes its iterator to training_step, which takes the batches: it can be shortened, but not yield None.
-            loop._combined_loader.limits = [min(limit, length) for limit in loop._combined_loader.limits]
-            loop._data_fetcher.length = length
-
-
-def _agreed_length(fit: FitState, failure: Exception | None) -> int | None:
-    """Agrees with all ranks on the batches of an epoch. Raises on all of them if one has none, or could not load."""
-    trainer, topology = fit.trainer, fit.groups.topology
-    loop, own = trainer.fit_loop, None
-    if failure is None:
-        # A restored loader may be at its end, and groups may have no data in a later epoch.
-        resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
-        is_empty = loop._data_fetcher.done and not resumed
-        own = (0 if is_empty else None) if loop.max_batches == float("inf") else int(loop.max_batches)
-    ranks = topology.world.all_gather_object((topology.group_index, own, repr(failure) if failure else ""))
-    if failure is not None:
-        raise failure
-    for group, _, error in ranks:
-        if error:
-            raise ValueError(f"Worker group {group} cannot train with its data: {error}.")
-    lengths = {length for _, length, _ in ranks}
-    agreed: int | None = min(lengths - {None}, default=None)
-    if len(lengths) == 1:
-        return agreed
-    told: dict[int, dict[str, None]] = {}
-    for group, length, _ in ranks:
-        told.setdefault(group, {})["an unknown number" if length is None else str(length)] = None
-    text = ", ".join(f"group {group} has {' and '.join(numbers)}" for group, numbers in told.items())
-    if agreed == 0:
-        raise ValueError(
-            f"Some worker groups have no batch to train on: {text}. Epochs end together, so nobody would train."
-            " Give every group data, or train with fewer worker groups."
-        )
-    loop.max_batches = agreed
-    if _validates_by_share(trainer):
-        trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
-    if trainer.is_global_zero:
-        _log.warning(
-            "Worker groups have unequal numbers of batches: %s. Every epoch ends after %d in all of them.", text, agreed
-        )
-    return agreed
 
 
 # What Lightning counts and logs in them

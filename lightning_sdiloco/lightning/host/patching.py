@@ -171,9 +171,7 @@ def check_names(trainer: Any) -> None:
     version = str(importlib.import_module(_distribution_of(trainer)).__version__)
     expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
     missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
-    _require([entry for entry in missing if not entry.optional], version)
-    if missing and trainer.is_global_zero:
-        _log.warning("%s Training goes on without.", _told(missing, version))
+    _require(missing, f", {version},", warns=trainer.is_global_zero)
 
 
 def check_without_trainer(host: Any, place: str = "") -> None:
@@ -182,17 +180,17 @@ def check_without_trainer(host: Any, place: str = "") -> None:
     _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
 
 
-def _require(missing: list[HostName], version: str = "") -> None:
-    if missing:
-        raise ValueError(f"{_told(missing, version)} Install one of these, or a newer version of lightning-sdiloco.")
-
-
-def _told(missing: list[HostName], version: str) -> str:
-    told = "; ".join(f"without {entry} {entry.without}" for entry in missing)
-    return (
-        f"This version of Lightning{version and f', {version},'} lacks what worker groups rest on: {told}."
-        f" lightning-sdiloco was tried with Lightning {OLDEST} to {NEWEST}."
+def _require(missing: list[HostName], version: str = "", warns: bool = False) -> None:
+    needed = [entry for entry in missing if not entry.optional]
+    told = (
+        f"This version of Lightning{version} lacks what worker groups rest on:"
+        f" {'; '.join(f'without {entry} {entry.without}' for entry in needed or missing)}. lightning-sdiloco was tried"
+        f" with Lightning {OLDEST} to {NEWEST}."
     )
+    if needed:
+        raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
+    if missing and warns:
+        _log.warning("%s Training goes on without.", told)
 
 
 def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
@@ -200,7 +198,7 @@ def replace(undo: ExitStack, target: Any, name: str, value: Any) -> None:
     entry = next((entry for entry in REGISTER if entry.name == name and entry.use == "patched"), None)
     assert entry is not None, f"{name} is not in the register of {__name__} as patched"
     if not hasattr(target, name):
-        _require([] if entry.optional else [entry])
+        _require([entry])
         return
     if name in vars(target):
         undo.callback(setattr, target, name, vars(target)[name])

@@ -8,8 +8,8 @@ and older versions lack some of these classes.
 """
 
 import sys
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 from lightning_sdiloco.registration import variants
 
@@ -17,59 +17,35 @@ _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
 
 
-class _Refusal(NamedTuple):
-    callbacks: set[str]  # by the names of their classes
-    why: str
-    holds: Callable[[Any, Any, bool], bool] = lambda trainer, callback, shares: True
-
-
-_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
-_WITH_GROUPS = (
-    _Refusal(
-        _AVERAGING,
-        "averages outer parameters over time, and on this route each worker group holds some of its own, so that every"
-        " group would end with another average. Leave out the callback, or route.",
-        lambda trainer, callback, shares: not shares,
-    ),
-    _Refusal(
-        {"StochasticWeightAveraging"},
-        "is used with a model that has BatchNorm: it adds an epoch that recomputes the statistics, in every worker"
-        " group from its own data and without an exchange, so that every group would end with another model. Use"
-        " WeightAveraging or EMAWeightAveraging, which average the statistics too.",
-        lambda trainer, callback, shares: (
-            trainer.max_epochs != -1 and callback.pl_module_contains_batch_norm(trainer.lightning_module)
-        ),
-    ),
-    _Refusal(
-        {"ModelPruning"},
-        "chooses what to prune from the local weights of each worker group, so that every group would prune something"
-        " else. Prune the outer model after training, with torch.nn.utils.prune.",
-    ),
-    _Refusal(
-        {"SpikeDetection"},
-        "asks all ranks after every batch whether there was a spike, so that every worker group would wait for the"
-        " slowest at every step. Leave it out; a group whose values are not finite is left out of the mean anyway.",
-    ),
-)
-_WITH_SHARDS = (
-    _Refusal(
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+# Why a callback cannot work, by its class.
+_WITH_GROUPS = {
+    "ModelPruning": "chooses what to prune from the local weights of each worker group, so that every group would prune"
+    " something else. Prune the outer model after training, with torch.nn.utils.prune.",
+    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so that every worker group would"
+    " wait for the slowest at every step. Leave it out; a group whose values are not finite is left out of the mean"
+    " anyway.",
+}
+_WITH_SHARDS = {
+    **dict.fromkeys(
         _AVERAGING,
         "copies the whole model, of which every rank has only a part. Leave it out: the outer model, which validation"
         " and checkpoints show, is an average already.",
     ),
-    _Refusal(
-        {"BaseFinetuning"},
-        "unfreezes layers between epochs, which sharded parameters do not follow. Freeze what is to stay in"
-        " configure_model, and train in several fits.",
-    ),
+    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze what is to stay"
+    " in configure_model, and train in several fits.",
+}
+_ON_A_ROUTE = dict.fromkeys(
+    _AVERAGING,
+    "averages outer parameters over time, and on this route each worker group holds some of its own, so that every"
+    " group would end with another average. Leave out the callback, or route.",
 )
 
 
-def _refuse_callbacks(trainer: Any, refusals: tuple[_Refusal, ...], shares: bool = True) -> None:
+def _refuse_callbacks(trainer: Any, reasons: dict[str, str]) -> None:
     for callback in trainer.callbacks:
-        for refusal in refusals:
-            if _class_names(callback) & refusal.callbacks and refusal.holds(trainer, callback, shares):
-                raise ValueError(f"{type(callback).__name__} {refusal.why}")
+        for kind in _class_names(callback) & reasons.keys():
+            raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
 
 
 def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
@@ -80,13 +56,24 @@ def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
             " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
             " epoch."
         )
-    averaging = [type(callback).__name__ for callback in trainer.callbacks if _class_names(callback) & _AVERAGING]
+    averaging = [callback for callback in trainer.callbacks if _class_names(callback).intersection(_AVERAGING)]
     if len(averaging) > 1:
         raise ValueError(
-            f"There are several callbacks that average weights: {', '.join(averaging)}. A checkpoint has room for one"
-            " average, and the module for one at the end. Keep one of them."
+            "There are several callbacks that average weights:"
+            f" {', '.join(type(callback).__name__ for callback in averaging)}. A checkpoint has room for one average,"
+            " and the module for one at the end. Keep one of them."
         )
-    _refuse_callbacks(trainer, _WITH_GROUPS, shares)
+    _refuse_callbacks(trainer, _WITH_GROUPS if shares else {**_WITH_GROUPS, **_ON_A_ROUTE})
+    for callback in averaging if trainer.max_epochs != -1 else ():
+        # Only StochasticWeightAveraging has it.
+        contains_batch_norm = getattr(callback, "pl_module_contains_batch_norm", lambda module: False)
+        if contains_batch_norm(trainer.lightning_module):
+            raise ValueError(
+                f"{type(callback).__name__} is used with a model that has BatchNorm: it adds an epoch that recomputes"
+                " the statistics, in every worker group from its own data and without an exchange, so that every group"
+                " would end with another model. Use WeightAveraging or EMAWeightAveraging, which average the"
+                " statistics too."
+            )
 
 
 def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:

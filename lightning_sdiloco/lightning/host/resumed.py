@@ -65,9 +65,7 @@ def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> N
         # In the place of the first batch, so that Lightning goes on as after any batch.
         once.close()
         loop.epoch_loop.val_loop.restarting = False
-        for callback in trainer.callbacks:
-            if hasattr(callback, "finish_with_last_batch"):
-                callback.finish_with_last_batch(trainer)
+        trainer.strategy.fit.finish_with_last_batch()
 
     def end_epoch_and_start() -> None:
         once.close()
