@@ -12,8 +12,14 @@ from lightning_sdiloco.lightning.fabric import FabricWorkerGroupStrategy
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import check_without_trainer, replace
-from lightning_sdiloco.lightning.launcher import LauncherMixin
 from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
-from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
-from lightning_sdiloco.lightning.records import LandingRecord, Rank, Run, read_run, write_timeline
+from lightning_sdiloco.lightning.monitor import (
+    LandingRecord,
+    Rank,
+    Run,
+    StreamingDiLoCoMonitorMixin,
+    read_run,
+    write_timeline,
+)
+from lightning_sdiloco.lightning.results import LauncherMixin
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy

@@ -27,13 +27,13 @@ from lightning_sdiloco.engine import (
     write_common_file,
     write_own,
 )
-from lightning_sdiloco.lightning.announcement import Announcement
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import FABRIC, check_without_trainer
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
+from lightning_sdiloco.lightning.monitor import Announcement
 from lightning_sdiloco.lightning.options import Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy, document, refuse_others

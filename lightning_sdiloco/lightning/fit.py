@@ -19,32 +19,31 @@ from lightning_sdiloco.engine import (
     require_same_model,
 )
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.lightning.announcement import Announcement, warn_of_few_rounds
-from lightning_sdiloco.lightning.checkpoint import Checkpointer
+from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.evaluation import Evaluation
-from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests
+from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
-from lightning_sdiloco.lightning.host.batches import keep_batches_silent
 from lightning_sdiloco.lightning.host.epochs import (
     Epochs,
     count_idle_batch,
     drop_what_not_all_logged,
     end_epoch,
     follow_engine,
+    keep_batches_silent,
 )
 from lightning_sdiloco.lightning.host.patching import check_names, replace
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
-from lightning_sdiloco.lightning.host.resumed import begin_epochs_alike
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
+    Announcement,
     Interval,
     lay_out,
     monitors_of,
     scalars_of,
+    warn_of_few_rounds,
 )
 from lightning_sdiloco.lightning.options import Options, tell
 from lightning_sdiloco.lightning.results import Results
-from lightning_sdiloco.lightning.signals import Signals
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -202,7 +201,7 @@ class Fit(FitState, _Base):
             engine.average_gradients()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._log(self._end_batch(batch))
+        self._log(self.end_batch(batch))
         if self.requests.agreed(Request.TIME_LIMIT) or self.engine is not None and self.engine.is_over:
             trainer.should_stop = True
         if self.requests.agreed(Request.END_EPOCH):
@@ -212,7 +211,7 @@ class Fit(FitState, _Base):
             self.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch()
 
-    def _end_batch(self, batch: Any) -> list[Landing]:
+    def end_batch(self, batch: Any) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped, or would have; returns what landed."""
         self.watch.end()
         # What was agreed on after the last inner step has been done.

@@ -1,16 +1,30 @@
-"""What all parts of a fit see of it: whom it is for, its engine, its inner steps, and what its ranks ask of each other.
+"""What all parts of a fit see of it, and what its ranks ask of each other: signals end a fit on all of them together.
 
 A request travels in the control vector of a launch, and counts when that lands.
+
+[Note: signals wait for a step boundary] A handler may run between any two lines of Python. So it only takes note; the
+request travels with the next launch. When that has landed, on every rank after the same inner step, all save together
+and end. A second signal changes nothing, neither before nor after that.
+
+[Note: where a fit ends] There are two places at the end of a batch from which Lightning resumes exactly. If a
+validation is due, it is the place before the first validation batch: the resumed fit starts with that validation.
+Otherwise it is the place after everything else. After the last batch of an epoch Lightning resumes with the next epoch,
+so the end of the epoch runs before the fit ends.
 """
 
+import logging
+import os
 from collections.abc import Callable, Iterable
 from enum import IntFlag
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 from lightning_sdiloco.engine import Landing, StreamingDiLoCo
 from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
+
+_log = logging.getLogger(__name__)
 
 
 class Request(IntFlag):
@@ -106,3 +120,117 @@ class FitState:
     @property
     def is_training(self) -> bool:
         return self.engine is not None and not self.engine.is_finished
+
+
+Replace = Callable[[Any, str, Callable[..., Any]], None]
+
+
+class Signals:
+    """Notes the signals that this rank gets in a fit, and ends the fit when all ranks have agreed to."""
+
+    def __init__(self, fit: FitState) -> None:
+        self._fit, self._trainer = fit, fit.trainer
+        self.received: set[Request] = set()
+        self._requeue: Callable[..., None] | None = None
+        self._requeued_by: int | None = None
+
+    def listen(self, replace: Replace) -> None:
+        connector, fit_loop = self._trainer._signal_connector, self._trainer.fit_loop
+        self._requeue = connector._slurm_sigusr_handler_fn
+        replace(connector, "_sigterm_notifier_fn", partial(self._note, Request.TERMINATE))
+        replace(connector, "_slurm_sigusr_handler_fn", partial(self._note, Request.REQUEUE))
+        replace(fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, fit_loop.epoch_loop.on_advance_end))
+        replace(fit_loop, "on_advance_end", partial(self._after_epoch, fit_loop.on_advance_end))
+
+    def end_if_any_received(self) -> None:
+        """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
+        ranks = self._fit.groups.topology.world.all_gather_object([int(request) for request in self.received])
+        if received := set[int]().union(*ranks):
+            self._end(sum(received))
+
+    def _note(self, request: Request, signum: int, frame: Any) -> None:
+        # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested handlers lose nothing.
+        self.received.add(request)
+        if request == Request.REQUEUE:
+            self._requeued_by = signum
+
+    def _after_batch(self, original: Callable[[Any], None], data_fetcher: Any) -> None:
+        """Ends a batch, and the fit if all agreed to; see [Note: where a fit ends]."""
+        loop, agreed = self._trainer.fit_loop.epoch_loop, self._agreed()
+        if agreed and loop._should_check_val_fx(data_fetcher):
+            # As when a validation stops in its first batch, with which Lightning then starts again.
+            loop.val_loop.batch_progress.reset_on_run()
+            loop.val_loop.batch_progress.increment_ready()
+            loop.val_loop.batch_progress.increment_started()
+            self._end(agreed)
+        original(data_fetcher)
+        if agreed and not loop._is_training_done:
+            self._end(agreed)
+
+    def _after_epoch(self, original: Callable[[], None]) -> None:
+        agreed = self._agreed()
+        original()
+        if agreed:
+            # As when a fit stops in the last batch of an epoch: after the epoch Lightning restores no loader. What
+            # happens at the end of the epoch has happened, and is not repeated: the current count says so; see
+            # [Note: the rest of a batch].
+            loop = self._trainer.fit_loop
+            for count in (loop.epoch_progress.total, loop.epoch_progress.current):
+                count.processed -= 1
+                count.completed -= 1
+            loop.epoch_loop.batch_progress.total.completed -= 1
+            loop.epoch_loop._batches_that_stepped -= 1
+            self._end(agreed)
+
+    def _agreed(self) -> int:
+        # A fit that finished with this very step goes on to its end.
+        return sum(bit for bit in SIGNALLED if self._fit.is_training and self._fit.requests.agreed(bit))
+
+    def _end(self, agreed: int) -> NoReturn:
+        self._fit.is_ending = True
+        if agreed & Request.REQUEUE and self._requeue is not None:
+            # Lightning's own handler: it saves and requeues the job, which resumes by itself.
+            self._requeue(self._requeued_by or agreed, None)
+        else:
+            self._save()
+        self._fit.ended = True
+        if self._fit.engine is not None and self._fit.options.federation is not None:
+            # It goes on in another process.
+            self._fit.engine.leave()
+        self._trainer._signal_connector.received_sigterm = True
+        raise self._fit.termination
+
+    def _save(self) -> None:
+        trainer, step = self._trainer, self._trainer.global_step
+        if trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+            folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+            folder = next(filter(None, folders), trainer.default_root_dir)
+            # Not a name that Lightning looks for: it would resume a later job from this file unasked.
+            path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
+            trainer.save_checkpoint(path)
+            told = f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
+        else:
+            told = (
+                "No checkpoint was saved, because the trainer saves none (enable_checkpointing, fast_dev_run,"
+                " barebones)."
+            )
+        if trainer.is_global_zero:
+            _log.warning("A termination signal ended the fit on all ranks after global step %s. %s", step, told)
+
+
+def listen_without_fit(trainer: Any, replace: Replace) -> None:
+    """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs."""
+    connector = trainer._signal_connector
+
+    def terminate(signum: int, frame: Any) -> None:
+        if not connector.received_sigterm and trainer.strategy.launcher is not None:
+            trainer.strategy.launcher.kill(signum)
+        connector.received_sigterm = True
+
+    def refuse(signum: int, frame: Any) -> None:
+        _log.warning(
+            "Signal %s asks to requeue the job. Outside trainer.fit there is no state to requeue it with.", signum
+        )
+
+    replace(connector, "_sigterm_notifier_fn", terminate)
+    replace(connector, "_slurm_sigusr_handler_fn", refuse)

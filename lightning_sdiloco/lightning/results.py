@@ -1,9 +1,18 @@
-"""What users read of a strategy: schedule, fragments, outer parameters and report, during a fit and after it."""
+"""What users read of a strategy, also of a fit that a launcher ran in other processes."""
 
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_sdiloco.algorithm import Fragment, Schedule
 from lightning_sdiloco.comm import Topology
@@ -94,3 +103,121 @@ class ReadableStrategy:
     def topology(self) -> Topology:
         """Worker groups and the connections between them; known once processes are connected."""
         return self._groups.topology
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
+else:
+    _Base = object
+
+# Files in the folder of a launch.
+_SUMMARY = "summary.pt"
+_BYTES = ".bytes"
+
+# The exit code by which a shell tells that a process was terminated.
+_TERMINATED = 128 + signal.SIGTERM
+
+# How long processes may take to end by themselves after Ctrl-C.
+_SECONDS_TO_END = 3.0
+
+
+class LauncherMixin(_Base):
+    """Starts processes by spawn, fork or forkserver, and returns the results of rank 0 to the main process.
+
+    It passes a termination signal of the main process on to them, and ends them after Ctrl-C. Lightning itself would
+    leave them running, or wait for a result that does not come.
+
+    What may be large travels through files in a folder that lives as long as the launch. Lightning's queue is a pipe
+    of about 64 kB that the main process reads only after the processes have ended: with more than that, each side
+    would wait for the other for ever.
+    """
+
+    _strategy: Any
+    # A string: where processes do not inherit it, it is pickled with the launcher.
+    _folder: str
+
+    @override
+    def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        # The processes run on this machine, so they share its folder for temporary files.
+        with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
+            forwarding = _Forwarding(self.kill)
+            try:
+                return super().launch(function, *args, trainer=trainer, **kwargs)
+            except KeyboardInterrupt:
+                self._interrupt()
+                raise
+            except Exception as error:
+                if getattr(error, "exit_code", None) == _TERMINATED:
+                    raise self._strategy.distribution.termination from error
+                raise
+            finally:
+                forwarding.stop()
+
+    @override
+    def _wrapping_function(
+        self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
+    ) -> None:
+        handler = signal.getsignal(signal.SIGTERM)
+        if isinstance(handler, _Forwarding):
+            # A forked process inherits it.
+            handler.stop()
+        if self._start_method == "forkserver":
+            # In shared memory all ranks would train the same parameters.
+            for module in (part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)):
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.data = tensor.data.clone()
+        try:
+            super()._wrapping_function(process_idx, trainer, function, args, kwargs, *rest)
+        except self._strategy.distribution.termination:
+            # Without this exit code the main process would take this for success, and wait for the result.
+            sys.exit(_TERMINATED)
+
+    def _interrupt(self) -> None:
+        """Ends the processes after Ctrl-C, whether it reached them or not: the interpreter would wait for them."""
+        self.kill(signal.SIGINT)
+        deadline = time.monotonic() + _SECONDS_TO_END
+        try:
+            for process in self.procs:
+                process.join(max(deadline - time.monotonic(), 0))
+        finally:
+            self.kill(signal.SIGKILL)
+
+    @override
+    def get_extra_results(self, trainer: Any) -> dict[str, Any]:
+        """Writes the results and Lightning's metrics to files, and returns what is left for the queue."""
+        folder, extra = Path(self._folder), super().get_extra_results(trainer)
+        engine = trainer.strategy.engine
+        if engine is not None and engine.is_finished:
+            summary = engine.fragments, engine.schedule, engine.outer_state_dict(), engine.report()
+            torch.save(summary, folder / _SUMMARY)
+        for name in [name for name, value in extra.items() if isinstance(value, bytes)]:
+            (folder / f"{name}{_BYTES}").write_bytes(extra.pop(name))
+        return extra
+
+    @override
+    def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
+        """Reads, in the main process, what `get_extra_results` wrote in the process of rank 0."""
+        folder = Path(self._folder)
+        written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
+        super().update_main_process_results(trainer, {**extra, **written})
+        if (folder / _SUMMARY).exists():
+            with torch.serialization.safe_globals([Fragment, Schedule]):
+                trainer.strategy.results.other = Summary(*torch.load(folder / _SUMMARY, weights_only=True))
+
+
+class _Forwarding:
+    """Handles SIGTERM in the main process, which is no rank itself, while processes run."""
+
+    def __init__(self, kill: Callable[[int], Any]) -> None:
+        self._kill = kill
+        self._before: Any = None
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self)
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        self._kill(signum)
+
+    def stop(self) -> None:
+        current: Any = signal.getsignal(signal.SIGTERM)
+        if current is self:
+            signal.signal(signal.SIGTERM, self._before)

@@ -39,7 +39,9 @@ from lightning_sdiloco.algorithm import (
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine import align_model, local
 from lightning_sdiloco.federation import Federation
+from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
+from lightning_sdiloco.lightning.fit_state import listen_without_fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.epochs import process_wrapped
@@ -48,8 +50,6 @@ from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_d
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Measured, Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
-from lightning_sdiloco.lightning.signals import listen_without_fit
-from lightning_sdiloco.lightning.weight_averaging import Averaging
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base

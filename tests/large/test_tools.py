@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import lightning_sdiloco
-from lightning_sdiloco.lightning.records import read_run
+from lightning_sdiloco.lightning.monitor import read_run
 from lightning_sdiloco.tools.cli import main
 from tests import fits
 from tests.large.models import Data, Large, same

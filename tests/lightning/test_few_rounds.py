@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.lightning.announcement import warn_of_few_rounds
+from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
 from tests.fits import SomeBatches
 from tests.ranks import run_processes

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.lightning import announcement
+from lightning_sdiloco.lightning import monitor
 from lightning_sdiloco.lightning.fit_state import Request, Requests
 from tests import fits
 from tests.fits import LIGHTNING
@@ -343,9 +344,9 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(tmp_path: Path) -
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_sdiloco.lightning.announcement").addHandler(handler)
+        logging.getLogger("lightning_sdiloco.lightning.monitor").addHandler(handler)
         clock = itertools.count(step=step_seconds)
-        announcement.time = SimpleNamespace(monotonic=lambda: next(clock))  # type: ignore[assignment]
+        monitor.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=perf_counter)  # type: ignore[assignment]
         fit = partial(run, rank, world_size, tmp_path, {})
         as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
         return said, next(clock) / step_seconds

@@ -12,7 +12,7 @@ import pytest
 
 import lightning_sdiloco
 from lightning_sdiloco.algorithm import Parameter, Settings
-from lightning_sdiloco.lightning.records import Run, changes, read_run, trace
+from lightning_sdiloco.lightning.monitor import Run, changes, read_run, trace
 from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner
 from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.cli import main
