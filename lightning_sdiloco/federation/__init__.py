@@ -14,34 +14,33 @@ from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.charter import ANCHOR_EVERY, LONGEST_GRACE, RETENTION, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.connection import (
-    Called,
-    Lost,
-    Recorded,
-    StateArrived,
-    StateWanted,
-    Told,
-    Waiting,
-    Welcomed,
-)
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
 from lightning_sdiloco.federation.journal import LedgerError, SQLiteLedger
 from lightning_sdiloco.federation.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
-from lightning_sdiloco.federation.memory import Connection, InProcessHub, VirtualHub, VirtualLink, VirtualTime
+from lightning_sdiloco.federation.memory import InProcessHub, VirtualHub, VirtualLink, VirtualTime
 from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
+    Called,
     Contribution,
+    Event,
     Hello,
+    Lost,
     Payload,
     Position,
     Record,
+    Recorded,
     Standing,
+    StateArrived,
     StateHeader,
+    StateWanted,
     Timing,
+    Told,
+    Waiting,
     Welcome,
+    Welcomed,
 )
 from lightning_sdiloco.federation.quorum import All, DynamicBackup, Quorum, chosen, quorum_of
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
@@ -52,7 +51,6 @@ from lightning_sdiloco.federation.wire import (
     Altered,
     Busy,
     Denied,
-    Event,
     HubError,
     HubUnreachable,
     Missing,

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.keys import Identity, Role, bundle_of, host_of
+from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     CLIENT_OPTIONS,
@@ -24,7 +25,6 @@ from lightning_sdiloco.federation.wire import (
     PROTOCOL,
     SERVICE,
     Altered,
-    Event,
     Failure,
     Header,
     HubError,
@@ -47,6 +47,7 @@ _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as go
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
 _STUCK = 4
+_AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _THREADS = 128
 
 # How the way to a hub is measured: with pings, so many at a time on a connection and bytes in each, until it is busy.
@@ -132,7 +133,7 @@ class HubClient:
         return self._from_any(lambda: unpack(self._asked(message, None, timeout)))
 
     def send(
-        self, blob: Bytes, about: Header | None = None, timeout: float | None = None, key: str | None = None
+        self, blob: Bytes, about: Header | None = None, key: str | None = None, timeout: float | None = None
     ) -> Header:
         """Leaves a blob at the hub, and says what it is; returns the hub's answer."""
         view = memoryview(blob).cast("B")
@@ -212,6 +213,16 @@ class HubClient:
             if time.perf_counter() - began > seconds / 4:
                 break
         return burst(at_once, size, most, time.perf_counter() + seconds)
+
+    now = staticmethod(time.monotonic)
+
+    def pool(self, threads: int, name: str) -> Executor:
+        return ThreadPoolExecutor(threads, thread_name_prefix=name)
+
+    def pause(self, over: threading.Event) -> bool:
+        """Waits a moment before another try, or until something is over; tells whether there is another try."""
+        over.wait(_AGAIN)
+        return not self._closed.is_set()
 
     def close(self) -> None:
         self._closed.set()
@@ -439,7 +450,7 @@ class HubClient:
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
             if ear.silent():
-                raise ear.error(self._hub) from error
+                raise HubUnreachable(f"hub {self._hub} has been silent for {ear.patience:g} s.") from error
             raise self._error(error) from error
         finally:
             over.set()
@@ -511,6 +522,3 @@ class _Ear:
     def silent(self) -> bool:
         since = self._since
         return since is not None and time.monotonic() - since > self.patience
-
-    def error(self, hub: str) -> HubUnreachable:
-        return HubUnreachable(f"hub {hub} has been silent for {self.patience:g} s.")

@@ -12,11 +12,10 @@ from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import Rounds, ShardedLayout, trainable
 from lightning_sdiloco.federation.arithmetic import SiteArithmetic, self_test
 from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
-from lightning_sdiloco.federation.client import hub_addresses
+from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
-from lightning_sdiloco.federation.memory import Connection, Shards
 from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.ranks import SharedConnection
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
@@ -119,19 +118,11 @@ class Federation:
         """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
-    def connect(self, ranks: int = 1) -> Connection:
+    def connect(self, ranks: int = 1) -> HubConnection:
         """Connects the first rank of a site of so many ranks to the hub."""
-        return HubConnection(
-            self.hub,
-            self.run,
-            self.site,
-            self.keys,
-            self.insecure,
-            wanted=payloads_of(0, ranks),
-            channels=max(1, _CHANNELS // ranks),
-        )
+        return HubConnection(self._client(ranks), payloads_of(0, ranks))
 
-    def connect_shards(self, rank: int, ranks: int, life: str) -> Shards:
+    def connect_shards(self, rank: int, ranks: int, life: str) -> HubShards:
         """Connects another rank of the site to the hub.
 
         Args:
@@ -142,15 +133,17 @@ class Federation:
         Raises:
             ExchangeError: If this rank cannot reach the hub.
         """
-        own = self.hub, self.run, self.site, life, self.keys, self.insecure
-        channels = max(1, _CHANNELS // ranks)
-        shards = HubShards(*own, wanted=payloads_of(rank, ranks), patience=self.patience, channels=channels)
+        shards = HubShards(self._client(ranks, life), payloads_of(rank, ranks), self.patience)
         try:
             shards.reach()
         except Exception:
             shards.close()
             raise
         return shards
+
+    def _client(self, ranks: int, life: str | None = None) -> HubClient:
+        channels = max(1, _CHANNELS // ranks)
+        return HubClient(self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, life=life)
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have.

@@ -5,40 +5,43 @@ blobs. See [Note: durable before visible] in `federation/ledger.py` for the orde
 """
 
 import itertools
+import json
 import logging
 import secrets
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_sdiloco.errors import AgreementError, Refused
+from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.charter import RETENTION, Charter
-from lightning_sdiloco.federation.connection import (
+from lightning_sdiloco.federation.codec import read
+from lightning_sdiloco.federation.journal import History
+from lightning_sdiloco.federation.keys import Peer
+from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
+from lightning_sdiloco.federation.messages import (
+    Beat,
+    Call,
     Called,
+    Contribution,
+    Event,
+    Hello,
+    Parts,
+    Payload,
+    Position,
+    Record,
+    StateHeader,
     StateOffered,
     StateWanted,
     Tell,
     Waiting,
     Welcomed,
     event_of,
-    record_event,
 )
-from lightning_sdiloco.federation.journal import History
-from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
-from lightning_sdiloco.federation.messages import (
-    Beat,
-    Call,
-    Contribution,
-    Hello,
-    Payload,
-    Position,
-    Record,
-    StateHeader,
-)
-from lightning_sdiloco.federation.wire import Busy, Event, HubError, NoSpace
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore
+from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +50,9 @@ _TIDY_EVERY = 60.0
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _RECENT = 8  # rounds over which shares are told
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
+
+MAX_CHARTER = 64 << 20
+"""Bytes of the largest charter."""
 
 Status = dict[str, Any]
 
@@ -185,7 +191,7 @@ class Coordinator:
         log.info("%s has joined", hello.site)
         # Records are read one by one, as fast as the site takes them.
         missing = self.history.missing(hello.applied, welcome.kept)
-        records = (record_event(text) for _, text in missing)
+        records = (Event("record", {}, text) for _, text in missing)
         calls = [event_of(Called(call)) for call in ledger.calls()]
         return itertools.chain([event_of(Welcomed(welcome, ledger.anchors.best))], records, calls)
 
@@ -490,7 +496,108 @@ class Coordinator:
             self.history.append(record)
             ledger.append(record)
             self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
-            self._tell(record_event(record.to_bytes()))
+            self._tell(Event("record", {}, record.to_bytes()))
             for call in (call for call in ledger.calls() if call.fragment == record.fragment):
                 self._tell(event_of(Called(call)))
         self.history.keep_anchors(ledger.anchors.headers)
+
+
+class Calls:
+    """What arrives from sites and operators, for a coordinator. Who may call what has been looked at before."""
+
+    def __init__(self, coordinator: Coordinator, store: BlobStore | InMemoryStore) -> None:
+        self._coordinator, self._store = coordinator, store
+
+    def start(self, push: Tell) -> None:
+        self._push = push
+
+    def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
+        if peer.role != "site":
+            return ()
+        hello = read(Hello, about.get("hello"), "hello")
+        _require_own(peer, hello.site, hello.life)
+        return self._coordinator.hello(hello, lambda: self._charter(hello.charter))
+
+    def _charter(self, key: str) -> Charter:
+        try:
+            if self._store.size(key) > MAX_CHARTER:
+                raise Malformed("a charter is not as large as that.")
+            return Charter.from_bytes(self._store.get(key))
+        except Missing:
+            raise Refused("a site brings its charter before it says hello.") from None
+
+    def beat(self, peer: Peer, about: Header) -> None:
+        if peer.role == "site":
+            beat = read(Beat, about.get("beat"), "beat")
+            _require_own(peer, beat.site, beat.life)
+            self._coordinator.beat(beat)
+
+    def gone(self, peer: Peer) -> None:
+        if peer.role == "site":
+            self._coordinator.gone(peer.name, peer.life)
+
+    def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
+        """Takes charters of some size, and of a site that is there payloads and states."""
+        kind = about.get("kind")
+        if kind == "charter":
+            if size > MAX_CHARTER:
+                raise Refused(f"a charter of {size:,} bytes is too large: at most {MAX_CHARTER:,} are taken.")
+        elif kind not in ("payload", "state"):
+            raise Malformed("a blob is a charter, a payload or a part of a state.")
+        else:
+            self._coordinator.require_here(peer.name, peer.life)
+            self._coordinator.begins(peer.name, key, kind == "state")
+
+    def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
+        if about.get("kind") != "charter":
+            self._coordinator.stored(peer.name, key, size)
+            return {}
+        charter = self._coordinator.agree(peer.name, self._charter(key))
+        try:
+            self._store.size(charter.key)
+        except Missing:
+            self._store.put(charter.to_bytes())
+        return {"charter": charter.key}
+
+    def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
+        coordinator, site = self._coordinator, peer.name
+        match name:
+            case "hello":
+                for event in self.hello(peer, about):
+                    self._push(event, [site])
+            case "contribute":
+                own = Contribution.from_bytes(body)
+                _require_own(peer, own.site)
+                return {"answer": coordinator.contribute(own, peer.life)}, b""
+            case "skip":
+                coordinator.skip(site, peer.life, Call.from_bytes(body))
+            case "state":
+                without = about.get("without")
+                if not isinstance(without, list) or not all(isinstance(one, str) for one in without):
+                    raise Malformed("who asks for a state says whose states were refused.")
+                coordinator.require_here(site, peer.life)
+                coordinator.ask(site, without)
+            case "give":
+                header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
+                coordinator.give(site, str(about.get("request")), header, parts)
+            case "leave":
+                coordinator.gone(site, peer.life)
+            case "status":
+                return {}, json.dumps(coordinator.status()).encode()
+            case "evict":
+                coordinator.evict(str(about.get("who")))
+            case "end":
+                coordinator.end()
+            case "rollback":
+                round = about.get("round")
+                if type(round) is not int or round < 0:
+                    raise Malformed("a run is rolled back to a round.")
+                return {"records": coordinator.roll_back(round)}, b""
+            case _:
+                raise Refused(f"this hub does not answer {name}.")
+        return {}, b""
+
+
+def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
+    if site != peer.name or life not in (None, peer.life):
+        raise Refused(f"site {peer.name!r} speaks for itself, and for this start of it.")

@@ -19,10 +19,17 @@ from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.codec import CLASS_PATH, Bytes
-from lightning_sdiloco.federation.connection import anchor_of, anchor_text
+from lightning_sdiloco.federation.codec import CLASS_PATH, Bytes, decoded, encoded, plain, read
 from lightning_sdiloco.federation.ledger import Ledger
-from lightning_sdiloco.federation.messages import Contribution, Payload, Position, Record, StateHeader
+from lightning_sdiloco.federation.messages import (
+    MOST_BYTES,
+    Anchor,
+    Contribution,
+    Payload,
+    Position,
+    Record,
+    StateHeader,
+)
 from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, sync_folder
 from lightning_sdiloco.federation.wire import EVERYTHING, MAX_RECORD, HubError, Missing, NoSpace, checked_size
@@ -247,7 +254,7 @@ class History:
         self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
         text = journal.notes("charter").get("charter")
         self.charter = Charter.from_bytes(text) if text else None
-        self.anchors = [anchor_of(text) for text in journal.notes("anchor/").values()]
+        self.anchors = [_anchor(text) for text in journal.notes("anchor/").values()]
         self._numbers: list[array[int]] = []
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
 
@@ -291,8 +298,8 @@ class History:
 
     def found(self, charter: Charter, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Writes the charter and the state at round 0: from then on there is a run."""
-        self.journal.note({"charter": charter.to_bytes(), "anchor/000000": anchor_text(header, parts)})
-        self.charter, self.anchors = charter, [(header, tuple(parts))]
+        self.journal.note({"charter": charter.to_bytes(), "anchor/000000": encoded(plain((header, parts)))})
+        self.charter, self.anchors = charter, [Anchor(header, tuple(parts))]
 
     def take(self, own: Contribution) -> None:
         self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
@@ -315,13 +322,13 @@ class History:
 
     def anchor(self, header: StateHeader, parts: Sequence[Payload]) -> None:
         last = max(self.journal.notes("anchor/"), default="anchor/000000")
-        self.journal.note({f"anchor/{int(last[7:]) + 1:06d}": anchor_text(header, parts)})
-        self.anchors.append((header, tuple(parts)))
+        self.journal.note({f"anchor/{int(last[7:]) + 1:06d}": encoded(plain((header, parts)))})
+        self.anchors.append(Anchor(header, tuple(parts)))
 
     def keep_anchors(self, headers: Sequence[StateHeader]) -> None:
         if len(headers) != len(self.anchors):
             names = self.journal.notes("anchor/")
-            self.journal.note({name: None for name, text in names.items() if anchor_of(text)[0] not in headers})
+            self.journal.note({name: None for name, text in names.items() if _anchor(text).header not in headers})
             self.anchors = [anchor for anchor in self.anchors if anchor[0] in headers]
 
     def roll_back(self, round: int) -> int:
@@ -332,7 +339,7 @@ class History:
         kept = {
             name
             for name, text in self.journal.notes("anchor/").items()
-            if all(at.round <= rounds[p] for p, at in enumerate(anchor_of(text)[0].applied))
+            if all(at.round <= rounds[p] for p, at in enumerate(_anchor(text).header.applied))
         }
         if not kept:
             oldest = max(position.round for position in self.anchors[0][0].applied) if self.anchors else 0
@@ -342,7 +349,7 @@ class History:
             )
         gone = [name for name in self.journal.notes() if name.startswith(("anchor/", "open/")) and name not in kept]
         self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
-        self.anchors = [anchor_of(text) for text in self.journal.notes("anchor/").values()]
+        self.anchors = [_anchor(text) for text in self.journal.notes("anchor/").values()]
         return count
 
     # What is needed
@@ -370,3 +377,8 @@ class History:
         for _, parts in self.anchors:
             needed.update(part.key for part in parts)
         return self.store.retain(needed)
+
+
+def _anchor(text: bytes) -> Anchor:
+    anchor: Anchor = read(Anchor, decoded(text, MOST_BYTES), "anchor")
+    return anchor

@@ -11,7 +11,7 @@ import os
 import re
 import ssl
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -348,14 +348,13 @@ class Peer(NamedTuple):
 class Access:
     """Tells who makes a call, and whether it may."""
 
-    def __init__(self, run: str, certified: bool, revoked: Any = frozenset) -> None:
-        self.run = run
-        self._certified, self._revoked = certified, revoked
+    def __init__(self, run: str, bundle: Bundle | None) -> None:
+        self.run, self._bundle = run, bundle
 
     def peer(self, call: str, header: Header, context: Any) -> Peer:
         claimed, life = _claimed(header)
-        if self._certified:
-            self._check(claimed, context)
+        if self._bundle is not None:
+            self._check(claimed, self._bundle.revoked(), context)
         if claimed.run != self.run:
             raise Denied(f"this hub serves run {self.run!r}, and not {claimed.run!r}.")
         if claimed.role not in MAY.get(call, ()):
@@ -363,7 +362,7 @@ class Access:
         speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
         return Peer(claimed.role, claimed.name, life, context.peer())
 
-    def _check(self, claimed: Identity, context: Any) -> None:
+    def _check(self, claimed: Identity, revoked: Collection[str], context: Any) -> None:
         found = context.auth_context()
         names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", [])]
         known = [identity for identity in map(Identity.of_uri, names) if identity is not None]
@@ -377,7 +376,6 @@ class Access:
             raise Denied(
                 f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}."
             )
-        revoked = self._revoked()
         if revoked and fingerprint(found["x509_pem_cert"][0]) in revoked:
             raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
 

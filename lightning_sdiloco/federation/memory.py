@@ -9,35 +9,25 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.codec import Bytes
-from lightning_sdiloco.federation.connection import (
-    Fetched,
-    Lost,
-    Recorded,
-    Said,
-    StateArrived,
-    StateOffered,
-    Told,
-    Waiting,
-    Wanted,
-    said_in,
-)
-from lightning_sdiloco.federation.coordinator import Coordinator
+from lightning_sdiloco.federation.codec import Bytes, key_of
+from lightning_sdiloco.federation.coordinator import Calls, Coordinator
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, imported
-from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, Payload, Record, StateHeader
-from lightning_sdiloco.federation.remote import HubConnection, HubShards, Outbox, all_payloads
+from lightning_sdiloco.federation.keys import Identity, Peer
+from lightning_sdiloco.federation.messages import Event, Lost, Recorded, StateOffered, Wanted, said_in
+from lightning_sdiloco.federation.remote import HubConnection, HubShards, all_payloads
 from lightning_sdiloco.federation.store import InMemoryStore
-from lightning_sdiloco.federation.wire import Busy, Event, HubError, Missing
+from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreachable
 
 
 class InProcessHub:
@@ -55,32 +45,26 @@ class InProcessHub:
         self.journal, self.store = SQLiteLedger(MEMORY), InMemoryStore()
         self.connections: dict[str, InProcessConnection] = {}
         self._sites = sites
-        self.coordinator = self._started()
+        self._start()
 
     def connect(self, site: str, wanted: Wanted = all_payloads) -> "InProcessConnection":
-        return InProcessConnection(self, site, wanted)
+        return InProcessConnection(InProcessClient(self, site), wanted)
 
-    def connect_shards(self, site: str, wanted: Wanted) -> "InProcessShards":
-        return InProcessShards(self, site, wanted)
-
-    def payloads(self, record: Record, wanted: Wanted) -> dict[str, Bytes] | None:
-        """Returns what a rank needs of the payloads that count; None if some of it is gone."""
-        try:
-            return {payload.key: self.store.get(payload.key) for own in record.counted for payload in wanted(own)}
-        except Missing:
-            return None
+    def connect_shards(self, site: str, wanted: Wanted) -> HubShards:
+        return HubShards(InProcessClient(self, site), wanted)
 
     def restart(self) -> None:
         """Dies, and starts again from what is durable; all connections are lost meanwhile, and made again."""
         for connection in list(self.connections.values()):
             connection.lose("the hub has died")
-        self.coordinator = self._started()
+        self._start()
 
-    def _started(self) -> Coordinator:
+    def _start(self) -> None:
         # Its sites are in this process too, so what they name is their own.
-        coordinator = Coordinator(self.run, History(self.journal, self.store, imported), self._sites, self.clock)
-        coordinator.start(self._tell, lambda: None)
-        return coordinator
+        self.coordinator = Coordinator(self.run, History(self.journal, self.store, imported), self._sites, self.clock)
+        self.coordinator.start(self._tell, lambda: None)
+        self.calls = Calls(self.coordinator, self.store)
+        self.calls.start(self._tell)
 
     def _tell(self, event: Event, to: Collection[str] | None = None) -> None:
         for site, connection in list(self.connections.items()):
@@ -88,198 +72,144 @@ class InProcessHub:
                 connection.hear(event)
 
 
-class InProcessConnection:
-    """A site's connection to a hub in this process: nothing is lost, and nothing is late."""
+class Inline(Executor):
+    """Does at once what it is given."""
 
-    def __init__(self, hub: InProcessHub, site: str, wanted: Wanted = all_payloads) -> None:
-        self.site, self.life = site, secrets.token_hex(8)
-        self._hub, self._wanted = hub, wanted
-        self._outbox = Outbox()
-        self._lock = threading.Lock()
-        self._told: list[Told] = []
-        self._error: Exception | None = None
-        self._hello: Hello | None = None
-        self._beat: Beat | None = None
-        self._asked_at = -1.0
-        self.sends_bytes_per_s = 0.0
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
-    def agree(self, charter: Charter) -> Charter:
-        self._hub.store.put(charter.to_bytes())
-        return self._hub.coordinator.agree(self.site, charter)
 
+class InProcessClient:
+    """A site's way to a hub in this process: nothing is lost, and nothing is late."""
+
+    def __init__(self, hub: InProcessHub, site: str) -> None:
+        self.hub, self.identity, self.life = hub, Identity(hub.run, "site", site), secrets.token_hex(8)
+
+    @property
+    def peer(self) -> Peer:
+        return Peer("site", self.identity.name, self.life, "memory")
+
+    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+        connection = self.hub.connections.get(self.identity.name)
+        if connection is None or connection.life != self.life:
+            raise HubUnreachable("the connection is lost")
+        answer = self.hub.calls.call(self.peer, name, about or {}, body)
+        self.hub.coordinator.tick()
+        return answer
+
+    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
+        self.hub.store.put(blob)
+        return self.hub.calls.stored(self.peer, about or {}, key or key_of(blob), memoryview(blob).nbytes)
+
+    def get(self, key: str, size: int | None = None) -> Bytes:
+        return self.hub.store.get(key)
+
+    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
+        """Returns the first events alone: those that come later are pushed."""
+        return iter(self.hub.calls.hello(self.peer, hello()))
+
+    def now(self) -> float:
+        return self.hub.clock()
+
+    def pool(self, threads: int, name: str) -> Executor:
+        return Inline()
+
+    def pause(self, over: threading.Event) -> bool:
+        """Waits for nothing: what did not go now goes with the next hello."""
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class InProcessConnection(HubConnection):
+    """A site's connection to a hub in this process. `hello` makes it anew when it was lost."""
+
+    def __init__(self, client: InProcessClient, wanted: Wanted = all_payloads) -> None:
+        super().__init__(client, wanted)
+        self._hub, self._peer = client.hub, client.peer
+
+    @property
+    def is_connected(self) -> bool:
+        return self._hub.connections.get(self.site) is self
+
+    @override
     def hello(self, follower: Follower) -> None:
-        self._hello = follower.hello(self._hub.run)
+        super().beat(follower)
         self._connect()
         self.beat(follower)
 
+    @override
     def beat(self, follower: Follower) -> None:
-        self._hello, self._beat = follower.hello(self._hub.run), follower.beat()
-        self._outbox.only(follower.outstanding())
+        super().beat(follower)
         if self.is_connected:
             try:
-                self._hub.coordinator.beat(self._beat)
+                self._hub.calls.beat(self._peer, self._beat)
             except HubError:
                 self._connect()
             except Refused as error:
                 self._fail(error)
         self._hub.coordinator.tick()
 
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        self._outbox.put(own, dict(blobs))
-        self._send(own)
-
-    def skip(self, call: Call) -> None:
-        if self.is_connected:
-            self._say(lambda hub: hub.skip(self.site, self.life, call))
-
-    def ask(self, without: Collection[str] = ()) -> None:
-        now = self._hub.clock()
-        if self.is_connected and (self._asked_at < 0 or now >= self._asked_at + 1.0):
-            self._asked_at = now
-            self._say(lambda hub: hub.ask(self.site, without))
-
-    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        named = [Payload(self._hub.store.put(part), len(part)) for part in parts]
-        self._say(lambda hub: hub.give(self.site, request, header, named))
-
-    def now(self) -> float:
-        return self._hub.clock()
-
-    def events(self) -> list[Told]:
+    @override
+    def events(self) -> list[Any]:
         self._hub.coordinator.tick()
-        with self._lock:
-            told, self._told = self._told, []
-        if not told and self._error:
-            raise self._error
-        return told
+        return super().events()
 
+    @override
     def wait(self, timeout: float) -> bool:
-        end = self._hub.clock() + timeout
+        end = self.now() + timeout
         while True:
             self._hub.coordinator.tick()
             if self._told or self._error:
                 return True
-            left = end - self._hub.clock()
+            left = end - self.now()
             if left <= 0:
                 return False
             self._hub.sleep(min(left, 0.01))
 
+    @override
     def leave(self) -> None:
         if self.is_connected:
             self.lose("this site has left")
             self._told.clear()
 
-    def close(self, timeout: float = 5.0) -> None:
+    @override
+    def close(self, timeout: float = 0.0) -> None:
         self.leave()
-
-    # Faults
-
-    @property
-    def is_connected(self) -> bool:
-        return self._hub.connections.get(self.site) is self
 
     def lose(self, why: str) -> None:
         """Breaks off; `hello` connects again. What was told before is there to be heard."""
-        if self._hub.connections.get(self.site) is self:
+        if self.is_connected:
             del self._hub.connections[self.site]
             self._hub.coordinator.gone(self.site, self.life)
-        self._told.append(Lost(why))
+        self._hear(Lost(why))
 
     def hear(self, event: Event) -> None:
-        told = self._read(said_in(event))
-        with self._lock:
-            self._told.append(told)
-
-    # What happens within
+        self._hear(said_in(event))
 
     def _connect(self) -> None:
-        hello = self._hello
-        assert hello is not None, "hello comes first"
         before = self._hub.connections.get(self.site)
         self._hub.connections[self.site] = self
         try:
-            hub = self._hub.coordinator
-            for event in hub.hello(hello, lambda: Charter.from_bytes(self._hub.store.get(hello.charter))):
+            for event in self._client.events(lambda: self._hello):
                 self.hear(event)
         except (Refused, Busy) as error:
-            if before is None or before is self:
-                del self._hub.connections[self.site]
-            else:
+            if before is not None:
                 self._hub.connections[self.site] = before
-            self._fail(error)
-            return
-        self._asked_at = -1.0
-        for own in self._outbox.outstanding():
-            self._send(own)
+            self._fail(error if isinstance(error, Refused) else Refused(str(error)))
 
-    def _send(self, own: Contribution) -> None:
-        blobs = self._outbox.blobs(own)
-        if self.is_connected and blobs is not None:
-            for blob in blobs.values():
-                self._hub.store.put(blob)
-            self._say(lambda hub: hub.contribute(own, self.life))
-
-    def _say(self, say: Callable[[Coordinator], object]) -> None:
-        try:
-            say(self._hub.coordinator)
-        except (Refused, HubError) as error:
-            self._told.append(Waiting(str(error)))
-        self._hub.coordinator.tick()
-
+    @override
     def _fail(self, error: Exception) -> None:
-        if self._hub.connections.get(self.site) is self:
+        if self.is_connected:
             del self._hub.connections[self.site]
-        self._error = error if isinstance(error, Refused) else Refused(str(error))
-
-    def _read(self, said: Said | None) -> Told:
-        assert said is not None, "the hub is of this version"
-        if isinstance(said, Recorded):
-            self._outbox.hear(said.record)
-            return Recorded(said.record, self._hub.payloads(said.record, self._wanted))
-        if isinstance(said, StateOffered):
-            self._asked_at = -1.0
-            parts = tuple(self._hub.store.get(part.key) for part in said.parts)
-            return StateArrived(said.header, parts, said.source)
-        return said
-
-
-class InProcessShards:
-    """Moves payloads to and from a hub in this process."""
-
-    def __init__(self, hub: InProcessHub, site: str, wanted: Wanted) -> None:
-        self._hub, self._site, self._wanted = hub, site, wanted
-        self.sends_bytes_per_s = 0.0
-        self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
-
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        for key, blob in blobs.items():
-            self._hub.store.put(blob)
-            self._hub.coordinator.stored(self._site, key, len(blob))
-
-    def keep(self, outstanding: Collection[Contribution]) -> None:
-        pass
-
-    def prefetch(self, own: Contribution) -> None:
-        pass
-
-    def fetch(self, record: Record) -> None:
-        self._fetched[record.key] = self._hub.payloads(record, self._wanted)
-
-    def fetched(self) -> Fetched:
-        fetched, self._fetched = self._fetched, {}
-        return fetched
-
-    def close(self) -> None:
-        pass
-
-
-Connection = HubConnection | InProcessConnection
-"""Connects one site with the hub of its run; see [Note: how a site uses its connection]."""
-
-Shards = HubShards | InProcessShards
-"""Moves the payloads of a rank that is not the first of its site; see [Note: a site of several ranks]."""
-
-_BEATS = 4  # signs of life in a lease
+        super()._fail(error)
 
 
 class VirtualTime:
@@ -342,58 +272,73 @@ class VirtualHub(InProcessHub):
         super().__init__(run, sites, clock=lambda: time.now)
 
     def connect_over(self, site: str, number: int, link: VirtualLink, moment: float) -> "VirtualConnection":
-        return VirtualConnection(self, site, number, link, moment)
+        return VirtualConnection(VirtualClient(self, site, link), self.time, number, link, moment)
+
+
+class VirtualClient(InProcessClient):
+    """A way on which payloads and states take time, and what names them comes after them."""
+
+    def __init__(self, hub: VirtualHub, site: str, link: VirtualLink) -> None:
+        super().__init__(hub, site)
+        self._time, self._link, self._free_at = hub.time, link, 0.0
+
+    @override
+    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+        call = super().call
+        if name not in ("contribute", "give"):
+            return call(name, about, body)
+        self._later(0, lambda: call(name, about, body))
+        return {}, b""
+
+    @override
+    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
+        send = super().send
+        if about and about.get("kind") == "charter":
+            return send(blob, about, key)
+        self._later(memoryview(blob).nbytes, lambda: send(blob, about, key))
+        return {}
+
+    def _later(self, nbytes: int, do: Callable[[], object]) -> None:
+        def arrives() -> None:
+            # It is sent again when the site is back.
+            with suppress(HubError, Refused):
+                do()
+
+        self._free_at = max(self._free_at, self._time.now) + nbytes * self._link.seconds_per_byte
+        self._time.at(self._free_at + self._link.latency + self._link.delay, arrives)
 
 
 class VirtualConnection(InProcessConnection):
     """A connection on which messages take time. What one side sends arrives in order."""
 
-    def __init__(self, hub: VirtualHub, site: str, number: int, link: VirtualLink, moment: float) -> None:
-        super().__init__(hub, site)
+    def __init__(self, client: VirtualClient, time: VirtualTime, number: int, link: VirtualLink, moment: float) -> None:
+        super().__init__(client)
         self.follower: Follower | None = None
-        self._time, self._number, self._link, self._moment = hub.time, number, link, moment
-        self._up = self._down = 0.0
-        self._has_left = False
+        self._time, self._number, self._link, self._moment = time, number, link, moment
+        self._free_at, self._has_left = 0.0, False
 
     @override
     def hello(self, follower: Follower) -> None:
         is_first, self.follower = self.follower is None, follower
         super().hello(follower)
         if is_first:
-            self._live(follower.terms.lease / _BEATS)
+            self._live(follower.terms.lease / 4)
 
     def _live(self, every: float) -> None:
         """Gives a sign of life now and again, as the network's threads of a site do while training is busy."""
         if self._has_left:
             return
-        if self._beat is not None and self.is_connected and not self._link.is_away(self._time.now):
+        if self.is_connected and not self._link.is_away(self._time.now):
             # Who is refused hears it at its next step.
             with suppress(HubError, Refused):
-                self._hub.coordinator.beat(self._beat)
+                self._hub.calls.beat(self._peer, self._beat)
         self._hub.coordinator.tick()
         self._time.at(self._time.now + every, lambda: self._live(every))
 
     @override
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        kept = dict(blobs)
-        self._outbox.put(own, kept)
-        self._sends(sum(map(len, kept.values())), lambda: self._arrives(own, kept))
+    def _send_blobs(self, own: Any, blobs: Mapping[str, Bytes]) -> None:
+        super()._send_blobs(own, blobs)
         self.sends_bytes_per_s = 1 / self._link.seconds_per_byte if self._link.seconds_per_byte else 0.0
-
-    def _arrives(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        if self.is_connected:
-            for blob in blobs.values():
-                self._hub.store.put(blob)
-            self._say(lambda hub: hub.contribute(own, self.life))
-
-    @override
-    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        given = super().give
-        self._sends(sum(map(len, parts)), lambda: given(request, header, parts))
-
-    def _sends(self, nbytes: int, arrives: Callable[[], object]) -> None:
-        self._up = max(self._up, self._time.now) + nbytes * self._link.seconds_per_byte
-        self._time.at(self._up + self._link.latency + self._link.delay, arrives)
 
     @override
     def hear(self, event: Event) -> None:
@@ -402,8 +347,8 @@ class VirtualConnection(InProcessConnection):
         payloads = [payload for own in counted if own.site != self.site for payload in own.payloads]
         parts = said.parts if isinstance(said, StateOffered) else ()
         nbytes = sum(payload.size for payload in (*payloads, *parts))
-        self._down = max(self._down, self._time.now) + nbytes * self._link.seconds_per_byte
-        self._time.at(self._down + self._link.latency, lambda: hears(event))
+        self._free_at = max(self._free_at, self._time.now) + nbytes * self._link.seconds_per_byte
+        self._time.at(self._free_at + self._link.latency, lambda: hears(event))
 
     @override
     def wait(self, timeout: float) -> bool:

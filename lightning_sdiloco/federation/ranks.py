@@ -7,11 +7,10 @@ from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import Pending
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.codec import Bytes
-from lightning_sdiloco.federation.connection import Called, Recorded, Told, from_plain, to_plain
+from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower
-from lightning_sdiloco.federation.memory import Connection, Shards
-from lightning_sdiloco.federation.messages import Contribution, Record
+from lightning_sdiloco.federation.messages import TOLD, Called, Contribution, Record, Recorded, Told
+from lightning_sdiloco.federation.remote import HubConnection, HubShards
 
 _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
 
@@ -32,12 +31,12 @@ class SharedConnection:
     def __init__(
         self,
         topology: Topology,
-        connect: Callable[[int], Connection],
-        connect_shards: Callable[[int, int, str], Shards],
+        connect: Callable[[int], HubConnection],
+        connect_shards: Callable[[int, int, str], HubShards],
     ) -> None:
         self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
-        self.hub: Connection | None = None
-        self._shards: Shards | None = None
+        self.hub: HubConnection | None = None
+        self._shards: HubShards | None = None
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._coming: dict[str, tuple[Record, set[int]]] = {}
 
@@ -69,7 +68,8 @@ class SharedConnection:
             assert self.hub is not None, "the first rank has it"
             return self.hub.events(), self.hub.now(), requests, samples
         every = all_say(self._ranks, lambda: (*self._listen(), requests, samples))
-        told = [one for one in map(from_plain, every[0][0]) if not self._is_coming(one)]
+        heard: list[Told] = [read(TOLD[kind], said, kind.lower()) for kind, said in every[0][0]]
+        told = [one for one in heard if not self._is_coming(one)]
         for rank, (_, fetched, _, asked, _) in enumerate(every):
             requests |= asked
             told += [one for key, is_there in fetched.items() if (one := self._arrived(key, rank, is_there))]
@@ -83,7 +83,7 @@ class SharedConnection:
             if isinstance(one, Recorded):
                 fetched[one.record.key] = one.blobs
                 one = Recorded(one.record, None)
-            told.append(to_plain(one))
+            told.append((type(one).__name__, plain(one)))
         self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
         return (
             told,

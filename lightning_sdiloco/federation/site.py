@@ -35,17 +35,18 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped
 from lightning_sdiloco.federation.codec import Bytes
-from lightning_sdiloco.federation.connection import (
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.messages import (
     Called,
+    Contribution,
     Lost,
+    Record,
     Recorded,
     StateArrived,
     StateWanted,
     Waiting,
     Welcomed,
 )
-from lightning_sdiloco.federation.follower import Follower, MergeAction
-from lightning_sdiloco.federation.messages import Contribution, Record
 from lightning_sdiloco.federation.ranks import SharedConnection
 from lightning_sdiloco.federation.states import OuterStates
 

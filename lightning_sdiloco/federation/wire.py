@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, decoded, key_of
@@ -134,14 +134,6 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
 # gRPC
 
 SERVICE = "sdiloco.Hub"
-
-
-class Event(NamedTuple):
-    """What a hub tells a site of its own accord."""
-
-    kind: str
-    header: Header
-    body: bytes = b""
 
 
 _WINDOW = 2 << 20

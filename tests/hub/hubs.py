@@ -360,8 +360,8 @@ class World:
         return self.service
 
     def connect(self, name: str, **options: Any) -> HubConnection:
-        options = {"keys": self.keys, "beat": 0.2, "channels": 2} | options
-        self.open.append(HubConnection(f"127.0.0.1:{self.port}", RUN, name, **options))
+        client = HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, beat=0.2, channels=2)
+        self.open.append(HubConnection(client, **options))
         return self.open[-1]
 
     def join(self, *names: str, seed: int = 0) -> ScriptedSite:

@@ -57,7 +57,7 @@ def test_a_hub_that_dies_and_comes_back_is_found_again(keys: Path, tmp_path: Pat
     key = put(site, b"blob")
     watcher = threading.Thread(target=lambda: seen.extend(site.events(dict)))
     watcher.start()
-    until(lambda: any(session.admitted for session in first.hub._sessions._all))
+    until(lambda: any(session.admitted for session in first.hub._sessions))
     first.close()
     # What waits in events hears of it; what is called meanwhile ends at once.
     until(lambda: not site.reachable)
@@ -201,13 +201,13 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
     slow, quick = (mailbox.events(dict) for mailbox in (site, other))
     hub.handler.record(b"record")
     assert next(slow).kind == next(quick).kind == "record"
-    for session in list(hub.hub._sessions._all):
+    for session in list(hub.hub._sessions):
         if session.peer.name == "site-a":
             for _ in range(MAX_EVENTS + 2):
                 session._waiting.append(Event("filling", {}))
     hub.hub.push(Event("more", {}))
     assert next(quick).kind == "more"
-    until(lambda: [session.peer.name for session in hub.hub._sessions._all] == ["viewer"])
+    until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
 
 
 def test_closing_ends_everything(hub: Served) -> None:

@@ -16,6 +16,7 @@ from lightning_sdiloco.federation import (
     Contribution,
     Denied,
     Follower,
+    HubClient,
     HubConnection,
     HubShards,
     HubUnreachable,
@@ -24,6 +25,7 @@ from lightning_sdiloco.federation import (
     MergeAction,
     Payload,
     Record,
+    Recorded,
     key_of,
     payloads_of,
 )
@@ -322,10 +324,10 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     assert second.welcomes == 1
     monkeypatch.setattr("lightning_sdiloco.federation.remote._UNREAD", 2)
     many.rounds(3, "a")
-    inbox = second.connection._inbox
-    until(lambda: inbox.payloads == 2)
+    unread = second.connection._told
+    until(lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2)
     many.service.close()
-    until(lambda: any(isinstance(told, Lost) for told in inbox._told), 5.0)
+    until(lambda: any(isinstance(told, Lost) for told in unread), 5.0)
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
@@ -362,7 +364,8 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     world.start(sites=1)
     hub = f"127.0.0.1:{world.port}"
     first = world.connect("a", wanted=payloads_of(0, 2))
-    others = [HubShards(hub, RUN, "a", first.life, keys=keys, wanted=payloads_of(1, 2), channels=2) for _ in range(2)]
+    clients = [HubClient(hub, RUN, "a", keys, channels=2, life=first.life) for _ in range(2)]
+    others = [HubShards(client, payloads_of(1, 2)) for client in clients]
     world.open += others
     site, history = ScriptedSite(first, charter()), world.service.coordinator.history
     until(lambda: site.hear() or site.follower.follows)
@@ -396,7 +399,7 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     assert min(rates[:2]) > 0 == rates[2]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    lost = HubShards(f"127.0.0.1:{port}", RUN, "a", "0" * 16, keys=keys)
+    lost = HubShards(HubClient(f"127.0.0.1:{port}", RUN, "a", keys))
     world.open.append(lost)
     with pytest.raises(ExchangeError, match="Every rank of a site speaks with the hub itself"):
         lost.reach(timeout=0.0)

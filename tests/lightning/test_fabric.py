@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
-from lightning_sdiloco.federation import Connection, InProcessHub, Record, payloads_of
+from lightning_sdiloco.federation import HubConnection, InProcessHub, Record, payloads_of
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.ranks import run_processes, run_ranks
@@ -116,7 +116,7 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model()
         fabric_room.Announcement = None  # type: ignore[assignment, misc]
 
         class Here(Federation):
-            def connect(self, ranks: int = 1) -> Connection:
+            def connect(self, ranks: int = 1) -> HubConnection:
                 return hub.connect("a", payloads_of(0, ranks))
 
         strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub:1", "run", "a", insecure=True), **CHOICES)
