@@ -54,8 +54,10 @@ class SomeBatches:
         return iter(self.batches)
 
 
-def module(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: nn.Module | None = None) -> Any:
-    """A LightningModule of one distribution that trains a small model."""
+def module(
+    distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: nn.Module | None = None, **members: Any
+) -> Any:
+    """A LightningModule of one distribution that trains a small model, and has some members of its own."""
     base = importlib.import_module(distribution).LightningModule
 
     class Regression(base):  # type: ignore[misc, valid-type]
@@ -63,13 +65,16 @@ def module(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net
             super().__init__()
             self.net = mlp(seed) if net is None else net
 
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        def loss(self, parts: tuple[Tensor, Tensor]) -> Tensor:
             return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+
+        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            return self.loss(parts)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return inner_optimizer(inner, self.net)
 
-    return Regression()
+    return type("Own", (Regression,), members)()
 
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:

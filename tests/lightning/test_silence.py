@@ -5,10 +5,10 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -21,235 +21,93 @@ from tests.fits import LIGHTNING, fit
 from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
-STALLED_AT, STALL_SECONDS = 30, 3.0
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+STALLED_AT, STALL_SECONDS = 30, 2.0
 
 
-def clocked(distribution: str, inner: str, seed: int) -> Any:
-    """A module that notes when it starts each step, logs over its group, and stalls in the last group."""
-    base = type(fits.module(distribution, inner, seed))
+def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(distribution: str, tmp_path: Path) -> None:
+    """With everything on that Lightning would broadcast at every batch, and all that a batch may gather."""
 
-    class Clocked(base):  # type: ignore[misc, valid-type]
-        def on_train_start(self) -> None:
-            self.started: dict[int, float] = {}
+    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        rank = float(self.global_rank)
+        if index + 1 == STALLED_AT and rank >= 2:
+            time.sleep(STALL_SECONDS)
+        self.started[index + 1] = time.monotonic()
+        self.computed.update(rank)
+        self.seen = [*self.all_gather(torch.tensor(rank)).tolist()]
+        self.seen += [float(self.computed.compute()), float(self.logged(rank))]
+        self.log("metric", self.logged, on_step=False, on_epoch=True)
+        loss = self.loss(parts)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        self.log("rank", rank, sync_dist=True)
+        return loss
 
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            step = index + 1
-            if step == STALLED_AT and self.trainer.strategy.topology.group_index == 1:
-                time.sleep(STALL_SECONDS)
-            self.started[step] = time.monotonic()
-            loss = super().training_step(parts, index)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-            self.log("rank", float(self.global_rank), sync_dist=True)
-            return loss
-
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.log("after", 1.0, sync_dist=True)
-
-    return Clocked()
-
-
-@pytest.mark.parametrize(("world_size", "distribution"), [(2, "pytorch_lightning"), (4, LIGHTNING)])
-def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
-    world_size: int, distribution: str, tmp_path: Path
-) -> None:
-    """With everything on that Lightning would broadcast at every batch."""
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        self.log("after", 1.0, sync_dist=True)
+        self.per_batch = float(self.trainer.callback_metrics["rank"])
 
     def run(rank: int, world_size: int) -> Any:
-        pl = importlib.import_module(distribution)
-        checkpoint = pl.callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
+        def make(*args: Any, **kwargs: Any) -> Any:
+            members = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+            model = fits.module(*args, **kwargs, **members)
+            model.started, model.computed, model.logged = {}, MeanMetric(), MeanMetric(dist_sync_on_step=True)
+            return model
+
+        def inspect(trainer: Any, module: Any) -> Any:
+            targets = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
+            replaced = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
+            replaced |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
+            assert not any(replaced & set(vars(target)) for target in targets), "undone after the fit"
+            assert module.computed.dist_sync_fn is None
+            per_epoch = [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
+            return module.started, (*module.seen, module.per_batch), per_epoch
+
+        callbacks = importlib.import_module(distribution).callbacks
+        checkpoint = callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
+        more = {"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True}
         choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
-        return fit(
-            rank,
-            world_size,
-            2,
-            45,
-            choices,
-            distribution,
-            inspect=lambda trainer, module: module.started,
-            trainer_choices={"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True},
-            make=clocked,
-        )["inspected"]
+        trained = fit(rank, 4, 2, 45, choices, distribution, inspect=inspect, trainer_choices=more, make=make)
+        return trained["inspected"]
 
-    ranks = run_processes(run, world_size)
-    first_of_fast, first_of_stalled = ranks[0], ranks[-1]
+    started, seen, per_epoch = zip(*run_processes(run, 4), strict=True)
     # One launch landed at 25, the next is at 40: in between group 0 must not wait.
-    assert first_of_fast[39] < first_of_stalled[STALLED_AT]
+    assert started[0][39] < started[3][STALLED_AT]
     # And it does wait, at the landing after inner step 45 at the latest, or the test would show nothing.
-    assert len(first_of_fast) == len(first_of_stalled) == 45
+    assert len(started[0]) == len(started[3]) == 45
+    # What is gathered, computed or logged in a batch is of the group, and what is logged of an epoch of the world.
+    assert seen == ((0.0, 1.0, 0.5, 0.5, 0.5),) * 2 + ((2.0, 3.0, 2.5, 2.5, 2.5),) * 2
+    assert per_epoch == (per_epoch[0],) * 4
+    assert per_epoch[0][0] == 1.5
 
 
-def test_what_is_logged_per_batch_is_a_mean_over_the_group_and_per_epoch_over_the_world() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        seen: list[float] = []
-
-        def noting(distribution: str, inner: str, seed: int) -> Any:
-            base = type(clocked(distribution, inner, seed))
-
-            class Noting(base):  # type: ignore[misc, valid-type]
-                def on_train_batch_end(self, *args: Any) -> None:
-                    seen.append(float(self.trainer.callback_metrics["rank"]))
-
-            return Noting()
-
-        trained = fit(
-            rank,
-            world_size,
-            2,
-            6,
-            {"sync_every": 20, "fragments": [["*"]]},
-            inspect=lambda trainer, module: float(trainer.callback_metrics["loss_epoch"]),
-            make=noting,
-        )
-        return seen[-1], trained["inspected"]
-
-    ranks = run_processes(run, 4)
-    assert [per_batch for per_batch, _ in ranks] == [0.5, 0.5, 2.5, 2.5]
-    assert len({epoch for _, epoch in ranks}) == 1, "what a monitor reads is the same on every rank"
-
-
-def slow(distribution: str, inner: str, seed: int) -> Any:
-    """A module whose steps take at least 20 ms."""
-    base = type(fits.module(distribution, inner, seed))
-
-    class Slow(base):  # type: ignore[misc, valid-type]
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            time.sleep(0.02)
-            return super().training_step(parts, index)
-
-    return Slow()
-
-
-def test_a_time_limit_stops_all_ranks_after_the_same_inner_step(distribution: str) -> None:
-    def run(rank: int, world_size: int) -> int:
-        trained = fit(
-            rank,
-            world_size,
-            2,
-            10_000,
-            {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]},
-            distribution,
-            trainer_choices={"max_time": {"seconds": 1}},
-            make=slow,
-        )
-        return int(trained["report"]["inner_steps"])
-
-    steps = run_processes(run, 2)
-    assert steps[0] == steps[1]
-    assert steps[0] < 10_000
-    assert steps[0] % 10 == 3, "the decision was read at a landing"
-
-
-def test_checkpoints_by_time_are_saved_by_all_ranks_after_the_same_inner_step(
+def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_by_time_are_saved_so(
     distribution: str, tmp_path: Path
 ) -> None:
-    def run(rank: int, world_size: int) -> list[int]:
-        pl = importlib.import_module(distribution)
+    def slow(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
+        time.sleep(0.02)
+        return self.loss(parts)
+
+    def run(rank: int, world_size: int) -> tuple[int, list[int]]:
         saved: list[int] = []
 
-        class Noting(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+        class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):  # type: ignore[misc]
             def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
                 saved.append(trainer.global_step)
                 super()._save_checkpoint(trainer, filepath)
 
         # The ranks' own clocks would make them save after different steps.
         interval = timedelta(seconds=0.3 + 0.2 * rank)
-        callback = Noting(tmp_path, train_time_interval=interval, save_top_k=-1)
-        fit(
-            rank,
-            world_size,
-            2,
-            100,
-            {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]},
-            distribution,
-            trainer_choices={"callbacks": [callback], "enable_checkpointing": True},
-            make=slow,
-        )
-        return saved
+        callbacks = [Noting(tmp_path, train_time_interval=interval, save_top_k=-1)]
+        more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
+        choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
+        make = partial(fits.module, training_step=slow)
+        trained = fit(rank, world_size, 2, 10_000, choices, distribution, trainer_choices=more, make=make)
+        return trained["report"]["inner_steps"], saved
 
-    first, second = run_processes(run, 2)
-    assert first == second
-    assert len(first) >= 2
-    assert all(step % 10 == 3 for step in first), "each at a landing"
-    assert len(set(first)) == len(first)
-    assert len(list(tmp_path.glob("*.ckpt"))) == len(first)
-
-
-def test_the_replacements_are_undone_after_the_fit() -> None:
-    def run(rank: int, world_size: int) -> bool:
-        def undone(trainer: Any, module: Any) -> bool:
-            targets = [trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
-            targets.append(trainer.fit_loop)
-            names = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
-            names |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
-            return not any(names & set(vars(target)) for target in targets)
-
-        choices = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]]}
-        return bool(
-            fit(rank, world_size, 2, 6, choices, inspect=undone, trainer_choices={"max_time": "00:01:00:00"})[
-                "inspected"
-            ]
-        )
-
-    assert run_processes(run, 2) == [True, True]
-
-
-def test_a_gather_in_a_training_step_stays_in_the_group() -> None:
-    def run(rank: int, world_size: int) -> list[float]:
-        seen: list[float] = []
-
-        def gathering(distribution: str, inner: str, seed: int) -> Any:
-            base = type(fits.module(distribution, inner, seed))
-
-            class Gathering(base):  # type: ignore[misc, valid-type]
-                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                    seen[:] = self.all_gather(torch.tensor(float(self.global_rank))).flatten().tolist()
-                    return super().training_step(parts, index)
-
-            return Gathering()
-
-        fit(rank, world_size, 2, 2, {"fragments": [["*"]]}, make=gathering)
-        return seen
-
-    assert run_processes(run, 4) == [[0.0, 1.0], [0.0, 1.0], [2.0, 3.0], [2.0, 3.0]]
-
-
-def test_a_metric_of_torchmetrics_that_is_computed_in_a_training_step_stays_in_the_group() -> None:
-    def run(rank: int, world_size: int) -> tuple[float, float, float]:
-        seen: list[float] = []
-
-        def measuring(distribution: str, inner: str, seed: int) -> Any:
-            base = type(fits.module(distribution, inner, seed))
-
-            class Measuring(base):  # type: ignore[misc, valid-type]
-                def __init__(self) -> None:
-                    super().__init__()
-                    self.computed, self.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
-
-                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                    self.computed.update(float(rank))
-                    seen[:] = [float(self.computed.compute()), float(self.logged(float(rank)))]
-                    self.log("rank", self.logged, on_step=False, on_epoch=True)
-                    return super().training_step(parts, index)
-
-            return Measuring()
-
-        trained = fit(
-            rank,
-            world_size,
-            2,
-            3,
-            {"fragments": [["*"]]},
-            inspect=lambda trainer, module: (
-                float(trainer.callback_metrics["rank"]),
-                module.computed.dist_sync_fn is None,
-            ),
-            make=measuring,
-        )
-        assert trained["inspected"][1], "undone after the fit"
-        return seen[0], seen[1], trained["inspected"][0]
-
-    assert run_processes(run, 4) == [(0.5, 0.5, 1.5), (0.5, 0.5, 1.5), (2.5, 2.5, 1.5), (2.5, 2.5, 1.5)]
+    (steps, saved), other = run_processes(run, 2)
+    assert (steps, saved) == other
+    assert steps < 10_000
+    assert len({*saved}) == len(saved) == len(list(tmp_path.glob("*.ckpt"))) >= 2
+    assert {step % 10 for step in (steps, *saved)} == {3}, "decisions are read at a landing"
 
 
 # Collectives of users
@@ -276,46 +134,11 @@ def of_world(module: Any, tensor: Tensor, index: int) -> Tensor:
 
 
 def now_and_then(module: Any, tensor: Tensor, index: int) -> Tensor:
-    return torch.stack(GatherLayer.apply(tensor)) if index % 3 else tensor
+    return of_world(module, tensor, index) if index % 3 else tensor
 
 
 def of_group(module: Any, tensor: Tensor, index: int) -> Tensor:
-    gathered: Tensor = module.all_gather(tensor, sync_grads=True)
-    return gathered
-
-
-def contrastive(distribution: str, gather: Callable[..., Tensor], manual: bool) -> Any:
-    """A module that gathers, normalises, measures, logs over all ranks, and validates."""
-    base = type(fits.module(distribution, net=nn.Linear(1, 1)))
-
-    class Contrastive(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
-            self.other, self.mean = nn.Linear(3, 3), MeanMetric()
-            self.automatic_optimization = not manual
-
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            loss = gather(self, self.other(self.net(parts[0])), index).square().mean()
-            self.mean.update(loss)
-            self.log("mean", self.mean)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-            if manual:
-                self.manual_backward(loss)
-                for optimizer in self.optimizers():
-                    optimizer.step()
-                    optimizer.zero_grad()
-            return loss
-
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.log("score", self.other(self.net(parts[0])).mean(), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            if not manual:
-                return torch.optim.AdamW(self.parameters(), lr=0.01)
-            return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net, self.other)]
-
-    return Contrastive()
+    return module.all_gather(tensor, sync_grads=True)  # type: ignore[no-any-return]
 
 
 def noted() -> list[str]:
@@ -328,65 +151,79 @@ def noted() -> list[str]:
 
 
 def said_of_gathering(
-    rank: int,
-    world_size: int,
-    distribution: str,
-    groups: int,
-    gather: Callable[..., Tensor],
-    manual: bool,
-    folder: Path,
+    rank: int, devices: int, distribution: str, groups: int, gather: Callable[..., Tensor], manual: bool, folder: Path
 ) -> list[str]:
-    """What a fit says of waiting in every batch that validates, saves and may stop after every second one."""
-    said = noted()
+    """What a fit says of waiting in every batch, whose module normalises, measures, logs over all ranks and validates.
+
+    It validates, saves and may stop after every second batch.
+    """
+
+    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = gather(self, self.net(parts[0]), index).square().mean()
+        self.mean.update(loss)
+        self.log("mean", self.mean)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        if manual:
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+        return loss
+
+    def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("score", self.net(parts[0]).mean(), sync_dist=True)
+
+    def configure_optimizers(self: Any) -> Any:
+        if not manual:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])]
+
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
+    members = {"training_step": training_step, "validation_step": validation_step}
+    model = fits.module(distribution, net=net, configure_optimizers=configure_optimizers, **members)
+    model.mean, model.automatic_optimization = MeanMetric(), not manual
     callbacks = importlib.import_module(distribution).callbacks
     chosen = [
         callbacks.ModelCheckpoint(folder, every_n_train_steps=1, monitor="loss"),
         callbacks.EarlyStopping("score", patience=100),
     ]
-    batches = fits.SomeBatches(rank, 6)
-    trainer = fits.trainer(
-        distribution,
-        strategy=fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2),
-        devices=world_size,
-        max_epochs=2,
-        max_time="00:01:00:00",
-        val_check_interval=2,
-        limit_val_batches=1,
-        enable_checkpointing=True,
-        callbacks=chosen,
-    )
-    trainer.fit(contrastive(distribution, gather, manual), batches, batches)
+    strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
+    common = {"strategy": strategy, "devices": devices, "callbacks": chosen, "enable_checkpointing": True}
+    length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+    trainer = fits.trainer(distribution, **common, **length)
+    said, batches = noted(), fits.SomeBatches(rank, 6)
+    trainer.fit(model, batches, batches)
     assert trainer.global_step == (24 if manual else 12)
     return [text for text in said if "in a row" in text]
 
 
-@pytest.mark.parametrize(("distribution", "manual"), [(LIGHTNING, False), ("pytorch_lightning", True)])
-def test_a_gather_over_all_ranks_in_every_batch_is_said_once(distribution: str, manual: bool, tmp_path: Path) -> None:
-    first, second = run_processes(said_of_gathering, 2, distribution, 2, of_world, manual, tmp_path)
-    assert len(first) == 1
-    assert "group=trainer.strategy.topology.in_group.process_group" in first[0]
-    assert "self.all_gather" in first[0]
-    assert second == []
+def test_a_gather_over_all_ranks_in_every_batch_is_said_once(tmp_path: Path) -> None:
+    """And nothing where batches make no group wait."""
+
+    def run(rank: int, world_size: int) -> list[list[str]]:
+        cases: list[tuple[str, int, Any, bool]] = [
+            (LIGHTNING, 2, of_world, False),
+            ("pytorch_lightning", 2, of_world, True),
+            (LIGHTNING, 1, of_world, False),
+            (LIGHTNING, 2, now_and_then, False),
+        ]
+        if world_size == 4:
+            cases = [(LIGHTNING, 2, of_group, True)]
+        return [said_of_gathering(rank, world_size, *case, tmp_path) for case in cases]
+
+    first, second = run_processes(run, 2)
+    for (told,) in first[:2]:
+        assert "group=trainer.strategy.topology.in_group.process_group" in told
+        assert "self.all_gather" in told
+    assert (first[2:], second) == ([[], []], [[]] * 4)
+    assert run_processes(run, 4) == [[[]]] * 4
 
 
-@pytest.mark.parametrize(
-    ("ranks", "groups", "gather", "manual"),
-    [(2, 1, of_world, False), (4, 2, of_group, True), (2, 2, now_and_then, False)],
-)
-def test_nothing_is_said_where_batches_make_no_group_wait(
-    ranks: int, groups: int, gather: Callable[..., Tensor], manual: bool, tmp_path: Path
-) -> None:
-    assert run_processes(said_of_gathering, ranks, LIGHTNING, groups, gather, manual, tmp_path) == [[]] * ranks
-
-
-@pytest.mark.parametrize(("groups", "in_batches", "times"), [(2, True, 1), (2, False, 0), (1, True, 0)])
-def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward(
-    groups: int, in_batches: bool, times: int
-) -> None:
-    def loop(rank: int, world_size: int) -> int:
+def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward() -> None:
+    def loop(rank: int, groups: int, in_batches: bool) -> int:
         said = noted()
         strategy = StreamingDiLoCoFabricStrategy(groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
         for step in range(9):
@@ -403,4 +240,7 @@ def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and
         assert all("group=fabric.strategy.topology.in_group.process_group" in text for text in told)
         return len(told)
 
-    assert run_processes(loop, 2) == [times, 0]
+    def run(rank: int, world_size: int) -> list[int]:
+        return [loop(rank, *case) for case in ((2, True), (2, False), (1, True))]
+
+    assert run_processes(run, 2) == [[1, 0, 0], [0, 0, 0]]
