@@ -83,11 +83,9 @@ class Case:
 
     @property
     def seconds(self) -> float:
-        """How long it is played."""
         return float(self.rounds * self.sync_every)
 
     def steps_of(self, site: int) -> "Steps":
-        """Returns how long the inner steps of a site take."""
         speed = self.speeds[site] if self.speeds else 1.0
         return Steps(Random(f"{self.seed} {site}"), self.sync_every, 1.0 / speed, self.stall, self.share)
 
@@ -105,7 +103,6 @@ class Steps:
     stalls_at: int = -1
 
     def next(self) -> float:
-        """Returns the seconds of the next inner step."""
         if self.made % self.sync_every == 0:
             stalls = self.random.random() < self.share
             self.stalls_at = self.made + self.random.randrange(self.sync_every) if stalls else -1
@@ -132,19 +129,12 @@ class Site:
 
     @property
     def pending(self) -> int:
-        """Inner steps that are held or in flight."""
         own = self.follower.fragments[0]
         return own.steps + (own.flight.steps if own.flight else 0)
 
 
 class Play:
-    """Plays sites and their hub, each message and each inner step at its time.
-
-    Attributes:
-        sites: The sites.
-        records: The records, in order.
-        histories: The outer values after each round, as each site that has applied it found them.
-    """
+    """Plays sites and their hub, each message and each inner step at its time."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.now = case, 0.0
@@ -171,7 +161,6 @@ class Play:
         heapq.heappush(self._queue, (self.now + delay, next(self._numbers), do))
 
     def run(self) -> "Play":
-        """Plays until the end."""
         while self._queue[0][0] <= self.case.seconds:
             self.now, _, do = heapq.heappop(self._queue)
             do()
@@ -269,7 +258,6 @@ class Play:
         return sum(own.weight for record in self.records[:rounds] if (own := record.of(site)))
 
     def found(self) -> dict[str, float]:
-        """Returns the numbers of the table."""
         counted = sum(self.counted(site.name) for site in self.sites)
         on_time = sum(len(record.counted) for record in self.records)
         return {
@@ -297,10 +285,7 @@ def wait_for_all(case: Case) -> dict[str, float]:
 
 
 def goodput_of_all(case: Case) -> float:
-    """Returns the goodput of waiting for all: every round in which anybody stalls costs what overlap leaves of it.
-
-    It neglects rounds in which a stall of two rounds overlaps with another one, or falls between launch and landing.
-    """
+    """Returns the goodput of waiting for all: every round in which anybody stalls costs what overlap leaves of it."""
     anybody = 1 - (1 - case.share) ** case.sites
     return case.sync_every / (case.sync_every + anybody * (case.stall - case.overlap_steps))
 
@@ -311,7 +296,6 @@ def goodput_at_most(case: Case) -> float:
 
 
 def cases(rounds: int) -> dict[str, Case]:
-    """Returns what is played in a federation, by name."""
     stalls = Case(rounds=rounds)
     late = replace(stalls, share=0.0, delays=(0.0,) * 7 + (8.0,), grace=10.0)
     return {
@@ -325,7 +309,6 @@ def cases(rounds: int) -> dict[str, Case]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = report.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=2000, help="rounds that are played (default: %(default)s)")
     options = parser.parse_args(arguments)

@@ -48,7 +48,6 @@ class Case:
         return torch.optim.SGD(parameters, lr=1e-3)
 
     def batches(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """What a rank trains on."""
         return random_batches(self.size, self.batch, seed=rank)
 
     def stamps(self, net: nn.Module, rank: int) -> Stamps:
@@ -60,14 +59,12 @@ class Case:
         return list(range(fragment, self.size.layers, self.fragments))
 
     def patterns(self, prefix: str) -> list[list[str]]:
-        """The fragments as patterns of parameter names."""
         cut = [[f"{prefix}blocks.{block}.*" for block in self.blocks(p)] for p in range(self.fragments)]
         cut[0] += [f"{prefix}byte_embedding.*", f"{prefix}position_embedding.*"]
         cut[-1] += [f"{prefix}norm.*", f"{prefix}head.*"]
         return cut
 
     def modules(self, net: Any) -> list[list[nn.Module]]:
-        """The same fragments as modules."""
         cut = [[net.blocks[block] for block in self.blocks(p)] for p in range(self.fragments)]
         cut[0] += [net.byte_embedding, net.position_embedding]
         cut[-1] += [net.norm, net.head]

@@ -24,13 +24,7 @@ Pairs = Sequence[tuple[Training, Training]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were made.
-
-    Attributes:
-        name: The setting.
-        ours: Its runs.
-        plain: Those of the other, in the same order.
-    """
+    """A setting and what it is compared with, such as DDP, seed by seed, as far as both were made."""
 
     name: str
     ours: Sequence[Run]
@@ -53,7 +47,6 @@ class Comparison:
         return "" if half is None else "no difference" if abs(more) <= half else "worse" if more > 0 else "better"
 
     def cells(self) -> list[str]:
-        """Returns a row of the table."""
         one, ddp = self.ours[0], self.plain[0]
         return [
             self.name,
@@ -148,5 +141,4 @@ def plot(axes: Any, position: int, one: Comparison) -> None:
 
 
 def described(training: Training) -> str:
-    """Describes the regime of a training."""
     return f"{parameters(training.size):,} parameters, {training.budget:g} tokens per parameter"

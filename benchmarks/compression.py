@@ -1,7 +1,8 @@
 """Measures every compression on real outer gradients.
 
 The outline: errors, speeds, report. The outer gradients are from `benchmarks.outer_gradients`.
-Run it with ``python -m benchmarks.compression [--quick] [--speed VALUES] [--json FILE]``.
+Run it with ``python -m benchmarks.compression [--quick] [--speed VALUES] [--two-shots] [--json FILE]``. --two-shots
+measures what the second rounding of two shots costs, beside a gather and its bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from benchmarks.outer_gradients import QUICK, Replicas, Training, data_sets, outer_gradients
 from lightning_sdiloco.algorithm import digest
+from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
+from lightning_sdiloco.algorithm.weighting import Count
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -122,22 +125,13 @@ class Speed:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long some work takes once."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, Speed]:
-    """Speeds on one thread by name; each time is compared with that of a copy right before it, or a load would tell.
-
-    The copy is into memory that is already there. Encoding makes its payload in new memory.
-
-    Args:
-        family: What is measured, by name.
-        numel: Values of the vector.
-        repeats: How often all is measured, in turn.
-    """
+    """Speeds on one thread by name; each time is compared with that of a copy right before it, or a load would tell."""
     values, out = torch.randn(numel), torch.empty(numel)
     ratios: dict[str, list[float]] = {}
 
@@ -161,9 +155,66 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """The first and the third quartile."""
     first, _, third = quantiles(values, n=4, method="inclusive")
     return first, third
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Two shots
+# ---------------------------------------------------------------------------------------------------------------------
+
+TWO_SHOTS = Training(width=64, layers=2, context=64, rounds=16)
+GROUPS = (2, 3, 4, 8)
+
+
+def means(
+    shots: AllReduce, gradients: Replicas, memories: list[Tensor | None], residuals: list[Tensor | None]
+) -> Tensor:
+    """The mean of a round in one place. What is remembered is replaced."""
+    count = Count(dict.fromkeys(range(shots.groups), 1.0))
+    mean = shots.reduce_locally(gradients, memories, residuals, count)
+    encoded = [shots.encode(*own) for own in zip(gradients, memories, strict=True)]
+    for group, residual in enumerate(residuals):
+        part = shots.mean([one.payloads[group] for one in encoded], count, like=gradients[0])
+        hop = shots.second_hop(part, residual)
+        residuals[group] = None if hop is None else hop.residual
+    memories[:] = [one.memory for one in encoded]
+    return mean
+
+
+def error_of_the_means(
+    kind: type[AllReduce], codec: Compression, rounds: list[Replicas], groups: int, forgets: bool
+) -> float:
+    """Relative error of the means of all rounds added up: what the outer parameters are off by."""
+    memories: list[Tensor | None] = [None] * groups
+    residuals: list[Tensor | None] = [None] * groups
+    sent, true = torch.zeros_like(rounds[0][0]).double(), torch.zeros_like(rounds[0][0]).double()
+    for step, gradients in enumerate(rounds):
+        sent += means(kind(groups, codec.at(step), 0.0), gradients[:groups], memories, residuals)
+        true += torch.stack(gradients[:groups]).double().mean(0)
+        if forgets:
+            residuals = [None] * groups
+    return float((sent - true).norm() / true.norm())
+
+
+def two_shots(training: Training) -> dict[str, float]:
+    """Prints the errors and bytes of a gather and of two shots, and returns the errors."""
+    rounds, headline = outer_gradients(training, max(GROUPS)), dict[str, float]()
+    numel = rounds[0][0].numel()
+    ways = {"gather": (AllReduce, False), "two shots": (TwoShotAllReduce, False)}
+    ways["two shots that forget"] = (TwoShotAllReduce, True)
+    print(f"{numel:,} parameters, {training.rounds} rounds of {training.sync_every} inner steps\n")
+    print(f"| compression | M | bytes of two shots, of a gather's | {' | '.join(ways)} |\n|---|---|---|---|---|---|")
+    for name, codec in FAMILY.items():
+        for groups in GROUPS:
+            gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
+            share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
+            found = {what: error_of_the_means(kind, codec, rounds, groups, own) for what, (kind, own) in ways.items()}
+            print(
+                f"| `{name}` | {groups} | {share:.2f} | {' | '.join(f'{e:.4f}' for e in found.values())} |", flush=True
+            )
+            headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
+    return headline
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,7 +226,6 @@ Row = tuple[float, dict[str, Errors]]
 
 
 def measure(data: dict[str, Replicas]) -> dict[str, Row]:
-    """Errors of what the package ships, by name."""
     numel = 1 << 20
     rows: dict[str, Row] = {}
     for name, compression in FAMILY.items():
@@ -196,7 +246,6 @@ def print_errors(rows: dict[str, Row]) -> None:
 
 
 def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, Speed]) -> None:
-    """Prints what the package has as a Markdown table."""
     print("\n| compression | bits | error | cosine | error of the mean | error of the sum | encode | decode |")
     print("|---|---|---|---|---|---|---|---|")
     for name in FAMILY:
@@ -216,29 +265,28 @@ def print_speeds(found: dict[str, Speed]) -> None:
 
 
 def speed_headline(found: dict[str, Speed]) -> dict[str, float]:
-    """The speeds to compare between versions."""
     return {f"{name}_of_copy": speed.median for name, speed in found.items()}
 
 
 def error_headline(rows: dict[str, Row]) -> dict[str, float]:
-    """The errors to compare between versions."""
     bits, by_data = rows["fp4"]
     last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
     return {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark and prints it.
-
-    Args:
-        arguments: Command line, by default that of the process.
-    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny model and short vectors: does it run at all")
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")
     parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name")
+    parser.add_argument("--two-shots", action="store_true", help="measure only what two shots cost")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.two_shots:
+        headline = two_shots(QUICK if options.quick else TWO_SHOTS)
+        if options.json:
+            options.json.write_text(json.dumps({"headline": headline, "torch": torch.__version__}, indent=1) + "\n")
+        return
 
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
     numel = options.speed or 1 << (18 if options.quick else 24)

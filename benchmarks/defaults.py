@@ -38,7 +38,6 @@ LR, DDP_LR = 3e-3, 6e-3
 
 
 def ours(groups: int = 2, seed: int = 0, **changes: Any) -> Training:
-    """Worker groups, with changes to the base."""
     return Training(SMALL, {**BASE, **changes}, groups, batch=BATCH, lr=LR, seed=seed)
 
 
@@ -56,7 +55,6 @@ def rates() -> Iterator[Training]:
 
 
 def screen() -> Iterator[Training]:
-    """Trainings that differ from the base in one factor."""
     factors: dict[str, tuple[Any, ...]] = {
         "outer_lr": (0.4, 0.9),
         "mixing": (0.0, 0.5),
@@ -98,7 +96,6 @@ STAGES: dict[str, Callable[[], Iterator[Training]]] = {
 
 
 def quick_trainings() -> Iterator[Training]:
-    """Trainings that show that the benchmark runs."""
     one = Training(TINY, {**BASE, "sync_every": 10}, batch=2, budget=0.05)
     yield from (ddp_of(one), one)
 
@@ -113,14 +110,12 @@ def paired(trainings: Iterable[Training]) -> Mapping[str, comparison.Pairs]:
 
 
 def name(training: Training) -> str:
-    """Names a setting by what it changes of the base."""
     choices = dict(training.choices or {})
     changed = [f"{key}={value}" for key, value in choices.items() if key == "sync_every" or BASE.get(key) != value]
     return ", ".join([f"M={training.groups}", f"lr={training.lr:g}", *changed])
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = runs.parser(__doc__)
     parser.add_argument("--stage", choices=STAGES, default="screen", help="what to run (default: %(default)s)")
     options = runs.parsed(parser, arguments)

@@ -102,7 +102,6 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
     options = report.options(__doc__, arguments)
     case = Case(ranks=4, seconds=0.004, steps=20) if options.quick else Case()
     expected, found = closed_form(case), measure(case)

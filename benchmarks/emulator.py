@@ -38,12 +38,7 @@ _FROM, _TO = slice(22, 26), slice(26, 30)  # the addresses in a packet of IPv4, 
 
 @dataclass
 class Site:
-    """A site: its link to the star, alike in both directions but for `up_rate` and for what is cut.
-
-    `up` and `down` are the times at which the link is free again. `rate` is in bytes per second (0: unlimited), and
-    `up_rate` that of what the site sends, where it is another one. `loss` is the share that is lost. `cut_out` and
-    `cut_in` say whether all is, `nat` whether only what answers gets in. The NAT knows the `flows` that began inside.
-    """
+    """A site: its link to the star, alike in both directions but for `up_rate` and for what is cut."""
 
     device: int
     rate: float
@@ -70,13 +65,11 @@ class Site:
             setattr(self, name, value)
 
     def lets_out(self, packet: bytes) -> bool:
-        """Whether a packet leaves the site."""
         if self.nat and _begins(packet):
             self.flows.add(_flow(packet, _FROM, _TO))
         return not self.cut_out and (not self.nat or _flow(packet, _FROM, _TO) in self.flows)
 
     def lets_in(self, packet: bytes) -> bool:
-        """Whether a packet reaches the site."""
         return not self.cut_in and (not self.nat or _flow(packet, _TO, _FROM) in self.flows)
 
 
@@ -115,7 +108,6 @@ def main() -> None:
 
 
 def _device(libc: Any, home: int, name: str, host: str) -> int:
-    """The TUN device of a site."""
     with open(f"/var/run/netns/{name}") as namespace:
         if libc.setns(namespace.fileno(), _CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")

@@ -117,7 +117,6 @@ class Topics(Text):
 
 
 def as_tensor(text: bytes) -> Tensor:
-    """Returns the bytes of a text."""
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -126,12 +125,7 @@ _topics = cache(Topics)
 
 @dataclass(frozen=True)
 class FineTuning(Training):
-    """One fine-tuning of a model that was pretrained alike for all.
-
-    Attributes:
-        lora_rank: That of the adapters; 0 trains all parameters.
-        pretrained: Tokens per parameter before.
-    """
+    """One fine-tuning of a model that was pretrained alike for all."""
 
     lora_rank: int = field(default=0, kw_only=True)
     pretrained: float = field(default=16.0, kw_only=True)
@@ -178,12 +172,10 @@ def tuned(method: str, seed: int, lr: float, **choices: Any) -> FineTuning:
 
 
 def ours(method: str, seed: int = TUNING_SEED, lr: float | None = None, **changes: Any) -> FineTuning:
-    """Worker groups with changes to the base."""
     return tuned(method, seed, LR[method] if lr is None else lr, **{**BASE, **changes})
 
 
 def ddp(method: str, seed: int = TUNING_SEED, lr: float | None = None) -> FineTuning:
-    """DDP on the same batches from the same weights."""
     return tuned(method, seed, DDP_LR[method] if lr is None else lr)
 
 
@@ -217,7 +209,6 @@ STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {
 
 
 def quick_trainings() -> Iterator[FineTuning]:
-    """Fine-tunings that show that the benchmark runs."""
     for method in METHODS:
         for one in (ddp(method), ours(method, sync_every=10)):
             yield replace(one, size=TINY, budget=0.05, validation_windows=32, pretrained=0.05)
@@ -234,7 +225,6 @@ def paired(trainings: Iterable[FineTuning]) -> dict[str, list[tuple[FineTuning, 
 
 
 def method_of(one: FineTuning) -> str:
-    """Names what is trained."""
     return next(method for method, rank in METHODS.items() if rank == one.lora_rank)
 
 
@@ -248,7 +238,6 @@ def name(one: FineTuning) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = runs.parser(__doc__)
     parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
     options = runs.parsed(parser, arguments)

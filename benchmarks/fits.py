@@ -29,14 +29,7 @@ class Endless(IterableDataset[Batch]):
 
 
 class Timed(LightningModule):
-    """Trains a network on batches of bytes.
-
-    Args:
-        net: The network.
-        stamps: Takes the times.
-        optimizer: From the parameters to the inner optimizer.
-        meet: Called where the first step begins that counts: all ranks meet there.
-    """
+    """Trains a network on batches of bytes."""
 
     def __init__(
         self,

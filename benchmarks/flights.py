@@ -68,12 +68,10 @@ class Case(NamedTuple):
     paced: bool = True
 
     def on_link(self, nbytes: float) -> float:
-        """Seconds that so many bytes take alone."""
         return nbytes * 8e-6 / self.mbit_s
 
     @property
     def overlap_steps(self) -> int:
-        """As many inner steps as the bound on a flight takes."""
         sent = 2 * (self.sites - 1) / self.sites * resolve(self.compression).wire_bytes(self.values)
         return math.ceil((BOUND * self.on_link(sent) + 2 * self.round_trip) / self.step_seconds)
 
@@ -84,13 +82,7 @@ class Case(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What one rank saw.
-
-    Attributes:
-        seconds: Seconds of the steps that count.
-        spans: From when to when what happened, for each flight.
-        sent: The bytes that it sent in each flight.
-    """
+    """What one rank saw."""
 
     seconds: float
     spans: list[Mapping[str, tuple[float, float]]]
@@ -98,19 +90,7 @@ class Ran(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was measured; of flights the medians, from the last launch until the last group has the result.
-
-    Attributes:
-        flight: Seconds of a flight.
-        bytes_alone: Seconds that what a site sends takes alone.
-        ratio: Seconds of a flight over those of its bytes and of two round trips.
-        without_round_trips: Seconds of a flight less two round trips, over those of its bytes.
-        parts: Seconds of each part of a flight, of the slowest rank.
-        flights: Seconds of all flights.
-        step: Seconds of a step.
-        unshaped_step: The same where links carry what they can.
-        kept: The share of the speed that is kept.
-    """
+    """What was measured; of flights the medians, from the last launch until the last group has the result."""
 
     flight: float
     bytes_alone: float
@@ -149,7 +129,6 @@ def measure(case: Case) -> Found:
 
 
 def _ranks(case: Case, is_shaped: bool) -> list[Ran]:
-    """Trains in a process for each site."""
     rate, delay = (case.mbit_s * 1e6, case.round_trip / 2) if is_shaped else (None, 0.0)
     with Links(case.sites, rate, delay, queue=case.queue, congestion_control=case.congestion_control) as links:
         return list(run_processes(partial(_rank, case, links), case.sites, ranks_per_node=1, timeout=300.0))
@@ -187,7 +166,6 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
 
 
 def cases(quick: bool) -> dict[str, Case]:
-    """What to measure."""
     if quick:
         return {"3 sites": Case(3, values=50_000, flights=2, step_seconds=0.02)}
     return _both_ways(
@@ -223,7 +201,6 @@ def _both_ways(paced: Mapping[str, Case]) -> dict[str, Case]:
 
 
 def show(found: Mapping[str, Found]) -> None:
-    """Prints what flights took, and what that cost."""
     numbers = ["flight, s", "bytes alone, s", "ratio", "without round trips", "ms a step", "unshaped", "kept"]
     rows = [
         [
@@ -269,7 +246,6 @@ def draw(measured: Mapping[str, Case], found: Mapping[str, Found], path: Path | 
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, prints and writes."""
     parser = report.parser(__doc__)
     parser.add_argument("--links", action="store_true", help="measure other links than those of 30 Mbit/s")
     options = parser.parse_args(arguments)

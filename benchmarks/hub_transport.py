@@ -26,14 +26,7 @@ RUN = "transport"
 
 
 class Line(NamedTuple):
-    """A link, and how it is used.
-
-    Attributes:
-        mbit: Its rate, in Mbit/s.
-        loss: Share of the packets that are lost.
-        connections: Over how many connections a payload travels.
-        sizes: Bytes of the payloads.
-    """
+    """A link, and how it is used."""
 
     mbit: int
     loss: float
@@ -90,7 +83,6 @@ def send(folder: str, address: str, connections: str) -> None:
 
 
 def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
-    """Measures the payloads on one link."""
     from lightning_sdiloco.federation import add_keys, init_keys
 
     rows = []
@@ -128,7 +120,6 @@ def inside(links: Links, site: int, what: str, *arguments: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, and tells."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--inside"]:
         {"serve": serve, "send": send}[words[1]](*words[2:])
@@ -157,7 +148,6 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def name_of(row: dict[str, Any]) -> str:
-    """Names what was measured."""
     loss = f", {row['loss']:.1%} lost, {row['connections']} connections" if row["loss"] else ""
     return f"{row['mbit']} Mbit/s{loss}, {row['size'] // 10**6} MB"
 

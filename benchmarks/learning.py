@@ -58,7 +58,6 @@ class LearningCase(Case):
         return optimizer
 
     def lr_factor(self, step: int) -> float:
-        """Returns the share of ``lr`` that holds at a step."""
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
     @override
@@ -73,18 +72,11 @@ class LearningCase(Case):
 
     @property
     def snapshot_steps(self) -> list[int]:
-        """After how many steps the snapshots are taken."""
         return [round(self.steps * point / self.points) for point in range(1, self.points + 1)]
 
 
 class Snapshots(Stamps):
-    """Stamps whose clock stands still while the model is written down, and that clip the gradients.
-
-    Args:
-        case: What is trained.
-        net: The network of this rank.
-        rank: This rank.
-    """
+    """Stamps whose clock stands still while the model is written down, and that clip the gradients."""
 
     def __init__(self, case: LearningCase, net: nn.Module, rank: int) -> None:
         super().__init__(case.step_seconds)
@@ -115,10 +107,7 @@ class Snapshots(Stamps):
 
 
 def snapshots(case: LearningCase, ranks: int) -> Iterator[tuple[dict[str, float], dict[str, Tensor]]]:
-    """Yields what the ranks wrote down, step by step: what it took by then, and the mean of their models.
-
-    Seconds are those of the slowest rank, bytes the mean. Where the ranks have the same model, so is the mean.
-    """
+    """Yields what the ranks wrote down, step by step: what it took by then, and the mean of their models."""
     for step in case.snapshot_steps:
         paths = [Path(case.folder, f"{step}-{rank}.pt") for rank in range(ranks)]
         if all(path.exists() for path in paths):

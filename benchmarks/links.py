@@ -35,7 +35,6 @@ def missing() -> str | None:
 
 
 def enter(namespace: str) -> None:
-    """Moves this process into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with Path("/var/run/netns", namespace).open() as handle:
         if libc.setns(handle.fileno(), _CLONE_NEWNET):
@@ -103,7 +102,6 @@ class Links:
         self._close()
 
     def address(self, site: int) -> str:
-        """The address of a site."""
         return f"10.77.0.{site + 1}"
 
     def environment(self, site: int, port: int = 29500) -> dict[str, str]:
@@ -126,14 +124,6 @@ class Links:
     def start(
         self, site: int, words: Sequence[str], environment: Mapping[str, str] | None = None, **popen: Any
     ) -> subprocess.Popen[Any]:
-        """Starts a command in a site.
-
-        Args:
-            site: The site.
-            words: The command.
-            environment: What is added to the environment of this process.
-            **popen: As for ``subprocess.Popen``.
-        """
         return subprocess.Popen(self.command(site, words), env={**os.environ, **(environment or {})}, **popen)
 
     def enter(self, site: int) -> None:
@@ -141,14 +131,7 @@ class Links:
         enter(self.names[site])
 
     def change(self, site: int, **link: Any) -> None:
-        """Changes the link of a site, while packets are on their way.
-
-        Args:
-            site: The site.
-            **link: ``rate`` in bytes per second, ``up_rate``: that of what the site sends alone, ``loss``, ``cut_out``
-                and ``cut_in``: nothing gets out or in, without a word; ``nat``: only answers get in. Whenever this is
-                said, the NAT forgets what it knew.
-        """
+        """Changes the link of a site, while packets are on their way."""
         assert self._emulator is not None, "the links are open"
         assert self._emulator.stdin is not None, "the emulator was started with a pipe"
         self._emulator.stdin.write(json.dumps({"site": site, **link}) + "\n")

@@ -84,7 +84,6 @@ class Plan:
     case: LearningCase
 
     def key(self) -> Row:
-        """What tells rows apart."""
         case = {name: value for name, value in asdict(self.case).items() if name != "folder"}
         return {"method": self.method, "steps": self.steps, "mbit_s": self.mbit_s, "beside": self.beside, "case": case}
 
@@ -108,7 +107,6 @@ def case(quick: bool, lr: float) -> LearningCase:
 
 
 def plans(quick: bool) -> Iterator[list[Plan]]:
-    """Yields the runs that share the machine."""
     rates = RATES[1:] if quick else RATES
     methods = ["streaming_defaults", "ddp"] if quick else [name for name in METHODS if name not in ALONE]
     few = max(1, case(quick, RATES[1]).steps // 30)
@@ -155,7 +153,6 @@ class Validation:
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
-    """Measures what the file does not have."""
     if (lacks := missing()) is not None:
         raise SystemExit(lacks)
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
@@ -214,7 +211,6 @@ def judged(plan: Plan, job: Job, found: Found, validation: Validation) -> Row:
 
 
 def told(row: Row) -> str:
-    """A row in a few words."""
     step = f"{1000 * row['step_seconds']:.1f} ms a step"
     return f"{step}, loss {row['points'][-1]['loss']:.4f}" if "points" in row else step
 
@@ -225,12 +221,10 @@ def curves(rows: list[Row]) -> list[Row]:
 
 
 def final(row: Row) -> float:
-    """The last loss of a run."""
     return float(row["points"][-1]["loss"])
 
 
 def best(rows: list[Row]) -> dict[str, Row]:
-    """The run of each method with the lowest last loss."""
     found: dict[str, Row] = {}
     for row in curves(rows):
         if row["method"] not in found or final(row) < final(found[row["method"]]):
@@ -256,7 +250,6 @@ def targets(rows: list[Row]) -> dict[str, float]:
 
 
 def without_exchange(rows: list[Row], method: str = "alone") -> float | None:
-    """Seconds of a step without any exchange."""
     return next((row["step_seconds"] for row in rows if row["method"] == method and "step_seconds" in row), None)
 
 
@@ -331,7 +324,6 @@ def draw(rows: list[Row], path: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     rows = measure(options.quick, options.json)
     show(rows)

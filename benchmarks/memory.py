@@ -67,7 +67,6 @@ def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
 
 
 def parameters(size: Size) -> int:
-    """Number of values of a model."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in size.make().parameters())
 
@@ -121,7 +120,6 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
 
 
 def costs(wanted: dict[str, Flights]) -> list[Row]:
-    """What the flights of each case cost."""
     rows = []
     for name, flights in wanted.items():
         found = run_ranks(partial(flown, flights), flights.groups, timeout=900)[0]
@@ -132,7 +130,6 @@ def costs(wanted: dict[str, Flights]) -> list[Row]:
 
 
 def flights(quick: bool) -> dict[str, Flights]:
-    """All cases: over parameters, groups and fragments."""
     if quick:
         return {"tiny": Flights(QUICK["tiny"], rounds=2), "tiny, M=4": Flights(QUICK["tiny"], groups=4, rounds=2)}
     over_size = {f"{name} parameters": Flights(size) for name, size in SIZES.items()}
@@ -147,7 +144,6 @@ def flights(quick: bool) -> dict[str, Flights]:
 
 
 def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
-    """Bytes a parameter, and nanoseconds a value."""
     numbers = {
         f"{row['method']}, {row['size']}: bytes per parameter": row["memory"] / row["parameters"]
         for row in memories
@@ -161,7 +157,6 @@ def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
 
 
 def show(memories: list[Row], flown: list[Row]) -> None:
-    """Prints two tables."""
     sizes = list(dict.fromkeys((row["size"], row["parameters"]) for row in memories))
     table = []
     for method in dict.fromkeys(row["method"] for row in memories):
@@ -189,7 +184,6 @@ def show(memories: list[Row], flown: list[Row]) -> None:
 
 
 def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
-    """Draws both over the number of parameters."""
     if path is None:
         return
     picture, (left, right) = figure(columns=2, height=3.4)
@@ -214,7 +208,6 @@ def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     flown_ = costs(flights(options.quick))
     methods = [method for method in METHODS if not options.quick or method != "torchft"]

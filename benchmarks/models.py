@@ -31,7 +31,6 @@ class Size:
     context: int
 
     def make(self, seed: int = 0) -> nn.Module:
-        """A model with the weights of a seed."""
         torch.manual_seed(seed)
         return GPT(self.layers, self.width, self.heads, self.context)
 

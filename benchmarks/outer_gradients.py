@@ -147,7 +147,6 @@ def synthetic(numel: int) -> dict[str, Replicas]:
 
 
 def data_sets(rounds: list[Replicas]) -> dict[str, Replicas]:
-    """All data sets by name."""
     numel = rounds[0][0].numel() // 128 * 128
     return {
         f"outer, round {len(rounds) // 3}": rounds[len(rounds) // 3 - 1],

@@ -49,11 +49,7 @@ class Case:
 
     @property
     def first(self) -> int:
-        """The step with which the first turn starts: from here on every round has all launches and landings.
-
-        Not at the start of a round but just before a landing, when the background has done its work: it must not go on
-        in the turn of the others.
-        """
+        """The step with which the first turn starts: from here on every round has all launches and landings."""
         return 2 * self.sync_every + self.overlap_steps - 1
 
     @property
@@ -77,13 +73,7 @@ class Seconds(NamedTuple):
 
 
 class Turns:
-    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so on.
-
-    Args:
-        case: How many turns there are, and how long they are.
-        barrier: Of all four ranks.
-        mine: The pair of this rank, 0 or 1.
-    """
+    """Lets two pairs of ranks run by turns: plain, streaming, streaming, plain, plain, and so on."""
 
     def __init__(self, case: Case, barrier: Barrier, mine: int) -> None:
         self._case = case
@@ -167,17 +157,14 @@ def run(case: Case) -> tuple[list[dict[str, Seconds]], dict[str, Any]]:
 
 
 def both(one: Seconds, other: Seconds) -> Seconds:
-    """The mean of two ranks."""
     return Seconds(*((a + b) / 2 for a, b in zip(one, other, strict=True)))
 
 
 def ratio(pair: dict[str, Seconds], what: str) -> float:
-    """Streaming over plain."""
     return float(getattr(pair["streaming"], what) / getattr(pair["plain"], what))
 
 
 def row(name: str, found: dict[str, Any]) -> list[str]:
-    """One row of the table."""
 
     def spread(values: list[float]) -> str:
         low, _, high = quantiles(values, n=4) if len(values) > 2 else (min(values), 0, max(values))
@@ -189,7 +176,6 @@ def row(name: str, found: dict[str, Any]) -> list[str]:
 
 
 def headline(results: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Medians."""
     return {f"{name}: {what} ratio": median(found[what]) for name, found in results.items() for what in ("wall", "cpu")}
 
 
@@ -218,7 +204,6 @@ def draw(results: dict[str, dict[str, Any]], path: Path | None) -> None:
 
 
 def by_run(found: dict[str, Any], what: str) -> list[float]:
-    """The median of each run."""
     left = iter(found[what])
     return [median(islice(left, len(pairs))) for pairs in found["runs"]]
 
@@ -228,7 +213,6 @@ _COLORS = {"wall": BLUE, "cpu": RED}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     results = {}
     for name, case in (QUICK if options.quick else CASES).items():

@@ -150,14 +150,12 @@ def print_calls(calls: list[Call]) -> None:
 
 
 def parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
     parser = report.parser(__doc__)
     parser.add_argument("--calls", action="store_true", help="print every call of the flight that is traced")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = parsed(arguments)
     calls = run_ranks(traced, 2)[0]
     if options.calls:

@@ -95,16 +95,7 @@ DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]
 def pair(
     size: str, groups: int = 2, seed: int = 0, rates: Rates | None = None, inner: str = "adamw", **choices: Any
 ) -> Pair:
-    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of its own.
-
-    Args:
-        size: The name of the model.
-        groups: Number of worker groups.
-        seed: Of weights and batches.
-        rates: The inner learning rates; the best ones if None.
-        inner: The inner optimizer.
-        **choices: What a user would set; H=50 if they do not say.
-    """
+    """Makes worker groups and DDP on the same batches, from the same weights, each with a rate of its own."""
     model = MODELS[size]
     rates = rates or model.rates[groups]
     ddp = Training(model.size, None, groups, model.budget, model.batch, rates.ddp, inner, seed)
@@ -174,7 +165,6 @@ def large(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def quick(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what shows that the benchmark runs."""
     yield size, pair(size, sync_every=10)
 
 
@@ -211,14 +201,7 @@ def at_rate(name: str, rate: float) -> str:
 
 
 def planned(stage: Stage, sizes: Sequence[str], budget: float | None, device: str) -> dict[str, list[Pair]]:
-    """Returns the pairs of a stage by their setting, what is worth most first.
-
-    Args:
-        stage: The stage.
-        sizes: The models.
-        budget: Tokens per parameter; those of the model if None.
-        device: Where to train.
-    """
+    """Returns the pairs of a stage by their setting, what is worth most first."""
     found: dict[str, list[Pair]] = {}
     for size in sizes:
         for name, (ours, ddp) in stage.pairs(size):
@@ -246,12 +229,10 @@ def each_at_its_best(found: Sequence[Comparison]) -> list[Comparison]:
 
 
 def loss(made: Sequence[Mapping[str, Any]]) -> float:
-    """Returns the mean loss of runs."""
     return mean(run["loss"] for run in made)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = runs.parser(__doc__)
     parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
     parser.add_argument("--size", choices=MODELS, nargs="+", help="models (default: those of the stage)")

@@ -18,14 +18,6 @@ import torch
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Makes the command line that all benchmarks have.
-
-    Args:
-        description: What the benchmark is about.
-
-    Returns:
-        A parser of ``quick``: whether to only try that it runs; ``json``, ``picture``: files to write, or None.
-    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="as little as shows that it runs")
     made.add_argument("--json", type=Path, help="write the numbers to this file")
@@ -40,7 +32,6 @@ def options(description: str | None, arguments: list[str] | None) -> argparse.Na
 
 
 def measured(module: str, quick: bool) -> dict[str, Any]:
-    """Where, when and with what something was measured."""
     flag = " --quick" if quick else ""
     return {
         "command": f"python -m benchmarks.{module}{flag}",
@@ -54,7 +45,6 @@ def measured(module: str, quick: bool) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -63,21 +53,12 @@ def processor() -> str:
 
 
 def versions(*names: str) -> dict[str, str]:
-    """The versions of some packages."""
     from importlib.metadata import version
 
     return {name: version(name) for name in names}
 
 
 def write(path: Path | None, headline: Mapping[str, float], about: Mapping[str, Any], **found: Any) -> None:
-    """Writes a file of results, whole or not at all.
-
-    Args:
-        path: The file; None writes nothing.
-        headline: The few numbers to compare between versions.
-        about: What `measured` returned.
-        **found: All that was measured.
-    """
     if path is not None:
         rounded = {name: float(f"{value:.6g}") for name, value in headline.items()}
         content = {"headline": rounded, "measured": dict(about), **found}
@@ -111,7 +92,6 @@ def show(title: str, columns: list[str], rows: list[list[str]], caption: str = "
 
 
 def said(message: str) -> None:
-    """Tells how far it is, apart from the results."""
     print(f"{datetime.now():%H:%M:%S} {message}", file=sys.stderr, flush=True)
 
 

@@ -36,7 +36,6 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Reads such a command line."""
     options = parser.parse_args(arguments)
     if options.json is None and options.minutes < math.inf:
         parser.error("--minutes needs --json FILE: the next call goes on with what lies in the file and beside it.")
@@ -46,12 +45,7 @@ def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argp
 
 
 class Runs:
-    """The runs of a file. Each is kept as soon as it is made, and none is made twice.
-
-    Args:
-        command: The benchmark, as it is named on the command line.
-        path: The file; None keeps the runs in memory alone. States of trainings under way lie in a folder beside it.
-    """
+    """The runs of a file. Each is kept as soon as it is made, and none is made twice."""
 
     def __init__(self, command: str, path: Path | None) -> None:
         self._command, self._path = command, path
@@ -66,19 +60,10 @@ class Runs:
         return found
 
     def get(self, training: Training) -> Run | None:
-        """Returns a run, or None if it was not made."""
         key = training.key()
         return next((run for run in self._done if run.items() >= key.items()), None)
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:
-        """Makes the runs that the file lacks.
-
-        Args:
-            trainings: The trainings, those first that are worth most.
-            workers: How many at a time.
-            minutes: After so many no step begins; what is under way goes on with the next call. A training that would
-                not be over by then does not begin, as far as is known, unless it takes more minutes than these anyway.
-        """
         wanted = {_name(one): one for one in trainings if self.get(one) is None}
         left = sorted(wanted.values(), key=lambda one: not self._is_begun(one))
         until = time.time() + 60 * minutes

@@ -119,7 +119,6 @@ def measure(seconds: float, steps: int) -> dict[str, list[float]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures, and tells."""
     options = report.options(__doc__, arguments)
     seconds, steps = (0.01, FIRST + SYNC_EVERY) if options.quick else (0.1, FIRST + 25 * SYNC_EVERY)
     found = measure(seconds, steps)

@@ -65,7 +65,6 @@ class Job:
 
     @staticmethod
     def read(text: str) -> "Job":
-        """Takes back what was written as JSON."""
         fields = json.loads(text)
         case = fields.pop("case")
         kind = LearningCase if "folder" in case else Case
@@ -73,16 +72,6 @@ class Job:
 
 
 def run(job: Job) -> Found:
-    """Runs a job in processes forked from this one.
-
-    Returns:
-        ``seconds``: per step, the mean over the steps that count and the ranks; ``cpu_seconds``: likewise; ``bytes``:
-        what the interface of a site sent per step, the mean over the sites; ``bytes_to_the_end``,
-        ``packets_to_the_end``: from the first step that counts to the end of training; ``peak_mbit_s``: the most that
-        site 0 sent within any 100 ms from that step on; ``memory``: bytes by which the resident memory of a rank grew
-        at most in training, before a final exchange, the mean over the ranks; ``told``: what the method says of itself
-        in rank 0. Or ``reason``: why there is nothing.
-    """
     loop = _loop(job.method)
     slow = job.mbit_s is not None
     links = Links(job.sites, job.mbit_s * 1e6 if job.mbit_s else None, job.one_way_delay) if slow else nullcontext()

@@ -61,11 +61,7 @@ Row = dict[str, Any]
 
 
 def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
-    """Steps that do not count, and steps that do.
-
-    Methods that exchange in every step take minutes for a few on the slowest links, and all their steps are alike.
-    The others are measured over whole rounds.
-    """
+    """Steps that do not count, and steps that do."""
     fast = mbit_s is None or mbit_s >= 1000
     if method in _EVERY_STEP:
         return (3, 10) if fast else (1, {100: 4, 30: 2}.get(mbit_s, 1))
@@ -79,7 +75,6 @@ def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
 
 
 def jobs(quick: bool) -> Iterator[Job]:
-    """The whole matrix, fast links first."""
     case = QUICK if quick else CASE
     for mbit_s in (None, 10) if quick else RATES:
         for sites in (2,) if quick else (2, 4):
@@ -110,12 +105,10 @@ def _doctor(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLin
 
 
 def key(job: Job) -> Row:
-    """What tells rows apart."""
     return {"method": job.method, "sites": job.sites, "mbit_s": job.mbit_s, "case": asdict(job.case)}
 
 
 def measure(quick: bool, path: Path | None) -> list[Row]:
-    """Measures what the file does not have."""
     kept = json.loads(path.read_text())["rows"] if path is not None and path.exists() else []
     rows: list[Row] = [row for row in kept if "reason" not in row]
     wanted = [job for job in jobs(quick) if not any(row.items() >= key(job).items() for row in rows)]
@@ -139,7 +132,6 @@ def measure(quick: bool, path: Path | None) -> list[Row]:
 
 
 def row_of(rows: list[Row], method: str, sites: int, mbit_s: float | None) -> Row:
-    """A row, empty where there is none."""
     same = [r for r in rows if (r["method"], r["sites"], r["mbit_s"]) == (method, sites, mbit_s)]
     return same[0] if same else {}
 
@@ -242,7 +234,6 @@ def show(rows: list[Row]) -> None:
 
 
 def cell(rows: list[Row], row: Row) -> str:
-    """Milliseconds and share."""
     if "seconds" not in row:
         return "-"
     share = relative(rows, row)
@@ -279,7 +270,6 @@ def show_predictions(rows: list[Row]) -> None:
 
 
 def draw(rows: list[Row], path: Path | None) -> None:
-    """Draws the step over the bandwidth."""
     if path is None:
         return
     sites = list(dict.fromkeys(row["sites"] for row in rows))
@@ -306,7 +296,6 @@ def draw(rows: list[Row], path: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     rows = measure(options.quick, options.json)
     show(rows)

@@ -71,7 +71,6 @@ class Stamps:
         self.packets: list[int] = []
 
     def begin(self) -> None:
-        """An inner step begins."""
         self.wall.append(time.perf_counter() - self.stopped)
         self.cpu.append(time.process_time())
         sent = sent_so_far()
@@ -80,7 +79,6 @@ class Stamps:
         self.memory = peak_memory()
 
     def pad(self) -> None:
-        """Forward and backward are done."""
         left = self.wall[-1] + self.stopped + self.step_seconds - time.perf_counter()
         if left > 0:
             time.sleep(left)

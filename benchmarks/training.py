@@ -69,12 +69,10 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole training."""
         return self.steps * self.groups * self.batch * self.size.context
 
     @property
     def steps(self) -> int:
-        """Inner steps."""
         return round(self.budget * parameters(self.size) / (self.groups * self.batch * self.size.context))
 
     @property
@@ -94,7 +92,6 @@ class Training:
         return True
 
     def model(self) -> nn.Module:
-        """Makes the model as it is before the first step."""
         return self.size.make(self.seed)
 
     def simulated(self, models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> "Simulated":
@@ -111,16 +108,13 @@ class Training:
         return self.batch
 
     def text(self) -> "Text":
-        """Returns what to train on and to judge by."""
         return _text(self.size, self.validation_windows, self.device)
 
     def lr_factor(self, step: int) -> float:
-        """Returns the share of ``lr`` that holds at a step."""
         return lr_factor(step, self.steps, warmup=round(self.warmup * self.steps))
 
 
 def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns choices with outer state on the device."""
     given = choices.get("outer_optimizer")
     outer = given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
     return {**choices, "outer_optimizer": replace(outer, offload=False)}
@@ -128,16 +122,11 @@ def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NamedTraining(Training):
-    """A training with a method that has a name, under which its runs are kept.
-
-    Attributes:
-        method: The name.
-    """
+    """A training with a method that has a name, under which its runs are kept."""
 
     method: str = field(kw_only=True)
 
     def given(self) -> Mapping[str, Any]:
-        """Returns what the method sets, beside the choices."""
         return {}
 
     @override
@@ -146,11 +135,7 @@ class NamedTraining(Training):
 
 
 class Simulated(Protocol):
-    """Joins worker groups of this process: `SimulatedGroups`, or what stands in for it.
-
-    Attributes:
-        engines: The engines of the groups.
-    """
+    """Joins worker groups of this process: `SimulatedGroups`, or what stands in for it."""
 
     engines: list[StreamingDiLoCo]
 
@@ -162,14 +147,11 @@ class Simulated(Protocol):
         """Counts an inner step of every group; see `SimulatedGroups.step`."""
         ...
 
-    def finish(self) -> None:
-        """Ends training in all groups."""
-        ...
+    def finish(self) -> None: ...
 
 
 @cache
 def parameters(size: Size) -> int:
-    """Counts the parameters of a model."""
     return sum(parameter.numel() for parameter in size.make().parameters())
 
 
@@ -225,19 +207,12 @@ class Group:
         self._clip = training.clip
 
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
-        """Makes the gradients of one inner step.
-
-        Args:
-            tokens: A batch of windows.
-            targets: What comes after each byte of them.
-            trained: How many of the windows are trained, if not all; the others count as gradients of zero.
-        """
+        """Makes the gradients of one inner step."""
         self.optimizer.zero_grad()
         loss = next_byte_loss(self.model, tokens[:trained], targets[:trained])
         (loss if trained in (None, len(tokens)) else loss * (trained / len(tokens))).backward()
 
     def step(self) -> None:
-        """Makes the inner step."""
         nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
         self.optimizer.step()
         self._schedule.step()
@@ -247,17 +222,14 @@ class Group:
         return {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of model, optimizer and schedule."""
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another one was."""
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
-    """Makes the inner optimizer."""
     if training.inner == "sgd":
         return SGD(model.parameters(), training.lr)
     if training.inner == "muon":
@@ -280,12 +252,7 @@ class Loop:
             self._streaming = training.simulated(models, optimizers)
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
-        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end.
-
-        Args:
-            until: The moment.
-            steps: Where the end is; that of the training if None.
-        """
+        """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
         batches = self._text.batches(self._training.seed, self._training.groups * self._training.batch, self.step)
         while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
@@ -328,7 +295,6 @@ class Loop:
         return {name: round(mean(report[name] for report in counted)) for name in names}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that it needs to go on bit for bit."""
         return {
             "step": self.step,
             "groups": [group.state_dict() for group in self._groups],
@@ -336,7 +302,6 @@ class Loop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another one of the same training was."""
         self.step = state["step"]
         for group, saved in zip(self._groups, state["groups"], strict=True):
             group.load_state_dict(saved)
@@ -345,7 +310,6 @@ class Loop:
 
 
 def trained(training: Training, text: Text) -> nn.Module:
-    """Trains; returns the model that one would keep."""
     loop = Loop(training, text)
     loop.run()
     return loop.finish()
@@ -357,16 +321,6 @@ def _text(size: Size, validation_windows: int, device: str) -> Text:
 
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
-    """Trains, and returns what to write down.
-
-    Args:
-        training: What to train.
-        until: A moment of `time.time` after which no step begins.
-        state: The file of the state of a training whose time was up. If it is there, training goes on from it.
-
-    Returns:
-        The training with its loss; None if its time was up.
-    """
     torch.set_num_threads(1)
     if training.device == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -399,7 +353,6 @@ def made(training: Training, until: float = math.inf, state: Path | None = None)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    """Writes a state, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     torch.save(state, unfinished)

@@ -51,7 +51,6 @@ def jobs(quick: bool) -> dict[str, Job]:
 
 
 def planned(case: Case) -> Streaming:
-    """The arithmetic."""
     settings = Settings(
         sync_every=case.sync_every,
         overlap_steps=case.overlap_steps,
@@ -97,7 +96,6 @@ def headline(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def show(rows: dict[str, dict[str, Any]]) -> None:
-    """Prints two tables."""
     table = []
     for name, row in rows.items():
         if "counted" in row:
@@ -134,7 +132,6 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
 
 
 def draw(rows: dict[str, dict[str, Any]], path: Path | None) -> None:
-    """Draws bytes and peaks."""
     if path is None:
         return
     found = {name: row for name, row in reversed(rows.items()) if "bytes_per_step" in row}
@@ -153,7 +150,6 @@ def draw(rows: dict[str, dict[str, Any]], path: Path | None) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     options = report.options(__doc__, arguments)
     if (lacks := missing()) is not None:
         raise SystemExit(lacks)

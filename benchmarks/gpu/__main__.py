@@ -61,18 +61,12 @@ class Piece(NamedTuple):
 
 
 class Results:
-    """The folder of results: a file for every piece of work, and a summary.
-
-    Args:
-        folder: The folder.
-        about: What is said of the machine in every file.
-    """
+    """The folder of results: a file for every piece of work, and a summary."""
 
     def __init__(self, folder: Path, about: dict[str, Any]) -> None:
         self._folder, self._about = folder, about
 
     def path(self, piece: Piece) -> Path:
-        """Returns the file of a piece of work."""
         return self._folder / piece.stage / f"{piece.name.replace(', ', '-').replace(' ', '_')}.json"
 
     def read(self, piece: Piece) -> dict[str, Any] | None:
@@ -88,7 +82,6 @@ class Results:
         return all(found["measured"][key] == self._about[key] for key in ("device", "command"))
 
     def write(self, piece: Piece, outcome: Outcome) -> None:
-        """Writes how a piece of work ended."""
         path, found = self.path(piece), dict(outcome.found)
         path.parent.mkdir(parents=True, exist_ok=True)
         told = {key: getattr(outcome, key) for key in ("status", "seconds", "reason", "trace")}
@@ -105,7 +98,6 @@ class Results:
 
 
 def pieces(options: argparse.Namespace) -> Iterator[Piece]:
-    """Yields what is to be done, what tells most first."""
     every = {"tests": CHECKS | FITS, "numbers": NUMBERS, "quality": {"quality": QUALITY}}
     for stage in options.stage:
         names = options.only or (QUICK[stage] if options.quick else every[stage])
@@ -116,18 +108,13 @@ QUALITY = Task("worker groups against DDP, in loss", quality, seconds=3600)
 
 
 class Clock:
-    """Knows how many seconds are left, for everything and for the tests.
-
-    Args:
-        minutes: How long everything may take.
-    """
+    """Knows how many seconds are left, for everything and for the tests."""
 
     def __init__(self, minutes: float) -> None:
         self._began, self._minutes = time.monotonic(), minutes
 
     @property
     def gone(self) -> float:
-        """Seconds since the beginning."""
         return time.monotonic() - self._began
 
     def left(self, stage: str) -> float:
@@ -136,7 +123,6 @@ class Clock:
         return 60 * minutes - self.gone
 
     def __str__(self) -> str:
-        """Returns how much of the time is gone."""
         return f"{self.gone:3.0f} s of {60 * self._minutes:.0f}"
 
 

@@ -77,7 +77,6 @@ def no_grad(work: Callable[[], object]) -> Callable[[], object]:
 
 
 def shares(place: Place, rank: int, world_size: int) -> Found:
-    """Measures every pass beside a copy."""
     numel, repeats = (1 << 14, 2) if place.quick else (1 << 26, 15)
     values = torch.randn(numel, device="cpu").to(place.device)
     into = torch.empty_like(values)

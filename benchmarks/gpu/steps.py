@@ -52,7 +52,6 @@ class Loop:
         self._batches = on_device(random_batches(self.size, self.batch), device)
 
     def step(self) -> None:
-        """Makes an inner step."""
         self.optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=self.place.is_cuda):
             loss = next_byte_loss(self.model, *next(self._batches))
@@ -89,7 +88,6 @@ def on_device(batches: Iterator[tuple[Tensor, Tensor]], device: str) -> Iterator
 
 
 def cut(size: Size) -> list[list[str]]:
-    """The fragments as patterns: strided over the blocks."""
     parts = [[f"blocks.{block}.*" for block in range(p, size.layers, FRAGMENTS)] for p in range(FRAGMENTS)]
     parts = [part for part in parts if part]
     parts[0] += ["*embedding*"]
@@ -98,10 +96,7 @@ def cut(size: Size) -> list[list[str]]:
 
 
 def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Measures step time and memory of one group with the engine, in turns of a round with and without it.
-
-    The one group encodes, decodes and makes outer steps as among several; nothing travels.
-    """
+    """Measures step time and memory of one group with the engine, in turns of a round with and without it."""
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     every, turns = (4, 1) if place.quick else (SYNC_EVERY, 4)
     found: dict[str, Any] = {"model": name}
@@ -127,7 +122,6 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
 
 
 def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, Any]:
-    """Takes turns of a round without and with an engine."""
     engine = StreamingDiLoCo(
         loop.model, sync_every=every, overlap_steps=min(OVERLAP_STEPS, every - 1), fragments=cut(loop.size),
         outer_optimizer=OuterOptimizer(offload=offload),

@@ -24,7 +24,6 @@ from benchmarks.training import NamedTraining, Run
 
 
 def cells(row: Comparison) -> list[str]:
-    """Returns a row of the table."""
     return [
         row.name,
         f"{len(row.ours)}",
@@ -89,7 +88,6 @@ def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = runs.parser(__doc__)
     parser.add_argument("--rates", action="store_true", help="inner learning rates of what has its own")
     options = runs.parsed(parser, arguments)

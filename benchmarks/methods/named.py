@@ -136,10 +136,7 @@ def wanted() -> Iterator[NamedTraining]:
 
 
 def rates() -> Iterator[NamedTraining]:
-    """Yields each rate of those that have their own, with a quarter of the tokens.
-
-    GPA has all of them: it averages 300 steps, which are too many of a quarter.
-    """
+    """Yields each rate of those that have their own, with a quarter of the tokens."""
     for name, tried in TRIED.items():
         for rate in tried:
             one = replace(training(name, METHODS[name].groups[0], TUNING[0]), lr=rate)

@@ -60,10 +60,7 @@ RANKS, MICRO_BATCHES, SIGMA, MOST_DROPPED = 2, 4, 0.5, 0.1
 
 @dataclass(frozen=True)
 class Dropping(NamedTraining):
-    """Ranks of a group leave out micro-batches for which they are late, as with `DropCompute`.
-
-    A window is a micro-batch. Their times are lognormal, and the budget is that of the rule, which knows them.
-    """
+    """Ranks of a group leave out micro-batches for which they are late, as with `DropCompute`."""
 
     @override
     def trained(self, group: int, step: int) -> int:
@@ -102,11 +99,7 @@ class SlowUplink(NamedTraining):
 
 @dataclass(frozen=True)
 class FedGLOMO(NamedTraining):
-    """Momentum at the server and in the groups with their variance reduced, as in `examples/methods/fedglomo.py`.
-
-    Attributes:
-        beta: How much the new outer gradient counts; 1 is federated averaging with the momentum in the groups.
-    """
+    """Momentum at the server and in the groups with their variance reduced, as in `examples/methods/fedglomo.py`."""
 
     beta: float = 0.5
 

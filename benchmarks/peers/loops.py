@@ -93,7 +93,6 @@ def post_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps,
 
 
 def accelerate_local_sgd(case: Case, net: nn.Module, batches: Batches, stamps: Stamps, steps: int) -> dict[str, Any]:
-    """LocalSGD of Hugging Face accelerate."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
