@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Count
@@ -32,9 +32,11 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.engine.flight import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
-from tests.engine.test_agreement import bits
+from lightning_sdiloco.planning import Groups as Hosts
+from lightning_sdiloco.planning import Link, Model, Streaming, play
+from tests.engine.groups import Groups, outer_state, unlike
 from tests.ranks import run_ranks
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS}
 FAMILY: list[Compression] = [
@@ -43,84 +45,37 @@ FAMILY: list[Compression] = [
     RandomBlock(3, BFloat16()),
     TopK(0.1, Float32()),
 ]
+UNEVEN = TwoShot((0.7, 0.3, 0))
 
 
-def trained(engine: StreamingDiLoCo, model: nn.Module, group: int, steps: int) -> list[dict[str, list[int]]]:
-    """The outer parameters after every landing, and at the end."""
-    optimizer, seen = inner_optimizer("adamw", model), []
-    for step in range(1, steps + 1):
-        train_step(model, optimizer, group, step)
-        if engine.step():
-            seen.append(bits(engine.outer_state_dict()))
-    engine.finish()
-    return [*seen, bits(engine.outer_state_dict())]
+def trained(groups: int, steps: int, **choices: Any) -> Groups:
+    run = Groups(groups, **{**CHOICES, **choices})
+    run.until(steps)
+    return run
 
 
-def simulated(groups: int, steps: int, **choices: Any) -> tuple[SimulatedGroups, list[dict[str, list[int]]]]:
-    models = [mlp() for _ in range(groups)]
-    run, seen = SimulatedGroups(models, **{**CHOICES, **choices}), []
-    optimizers = [inner_optimizer("adamw", model) for model in models]
-    for step in range(1, steps + 1):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        if run.step()[0]:
-            seen.append(bits(run.outer_state_dict()))
-    run.finish()
-    return run, [*seen, bits(run.outer_state_dict())]
-
-
-def test_what_is_remembered_of_a_padded_part_is_what_was_not_sent_of_it() -> None:
-    for exchange in ("two_shot", "gather"):
-        all_reduce = all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0)
-        gradient = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-        encoded = all_reduce.encode(gradient, None)
-        assert encoded.memory is not None
-        sent = all_reduce.decode_own(encoded.payloads, gradient)
-        torch.testing.assert_close(sent + encoded.memory, gradient, rtol=0, atol=1e-6)
-
-
-# Agreement
-
-
-@pytest.mark.parametrize(("groups", "world_size"), [(2, 2), (3, 3), (2, 4)])
-@pytest.mark.parametrize("compression", ["fp32", "fp4", "sparse"])
-def test_after_two_shots_all_ranks_hold_the_same_bits(groups: int, world_size: int, compression: str) -> None:
-    def run(rank: int, world_size: int) -> list[dict[str, list[int]]]:
-        size = world_size // groups
-        model = mlp(seed=rank)
-        topology = Topology.of_world(GroupLayout(world_size, groups), timedelta(seconds=60))
-        engine = StreamingDiLoCo(model, topology=topology, exchange="two_shot", compression=compression, **CHOICES)
-        wrapped = nn.parallel.DistributedDataParallel(model, process_group=topology.in_group.process_group)
-        optimizer, seen = inner_optimizer("adamw", model), []
-        for step in range(1, 61):
-            x, y = batch(rank // size, step)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(wrapped(x.chunk(size)[rank % size]), y.chunk(size)[rank % size]).backward()
-            optimizer.step()
-            if engine.step():
-                seen.append(bits(engine.outer_state_dict()))
-        engine.finish()
-        return [*seen, bits(engine.outer_state_dict())]
-
-    ranks = run_ranks(run, world_size)
-    assert len(ranks[0]) > 20
-    assert all(other == ranks[0] for other in ranks[1:])
-
-
-@pytest.mark.parametrize("exchange", ["gather", "two_shot"])
-def test_simulated_groups_get_the_bits_of_processes(exchange: str) -> None:
-    def run(rank: int, world_size: int) -> list[dict[str, list[int]]]:
-        model = mlp()
-        return trained(StreamingDiLoCo(model, exchange=exchange, **CHOICES), model, rank, 60)
-
-    in_processes = run_ranks(run, 3)
-    assert simulated(3, 60, exchange=exchange)[1] == in_processes[0] == in_processes[2]
+# The same mean
 
 
 @pytest.mark.parametrize("groups", [2, 3, 5])
-def test_without_loss_two_shots_give_the_bits_of_a_gather(groups: int) -> None:
-    means = [simulated(groups, 60, exchange=exchange, compression="fp32")[1] for exchange in ("gather", "two_shot")]
-    assert means[0] == means[1]
+def test_without_loss_all_ways_give_the_bits_of_a_gather(groups: int) -> None:
+    """Whoever is left out, clipped or idle; where links are alike, also in fewer bits."""
+
+    def bits(**choices: Any) -> dict[str, Tensor]:
+        run = Groups(groups, idle=lambda group, step: group == 1 and step % 2 == 0, **{**CHOICES, **choices})
+        run.until(8)
+        run.step(then=lambda models: nn.init.constant_(models[0][0].weight, float("nan")))
+        run.until(26)
+        assert any(landing.left_out == (0,) for landing in run.landings)
+        run.groups.finish()
+        return run.groups.outer_state_dict()
+
+    exact: dict[str, Any] = {"compression": "fp32", "outer_optimizer": OuterOptimizer(clip_norm=0.01)}
+    uneven = TwoShot([0.7, 0.3, *[0.0] * (groups - 2)])
+    for one in ("two_shot", uneven):
+        assert unlike(bits(exchange=one, **exact), bits(exchange="gather", **exact)) == []
+    alike = TwoShot("by_bandwidth", [3] * groups)
+    assert unlike(bits(exchange=alike), bits(exchange="two_shot")) == []
 
 
 def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
@@ -133,194 +88,134 @@ def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
     assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
 
 
+def test_the_final_exchange_rounds_once() -> None:
+    outer = []
+    for exchange in ("two_shot", "gather"):
+        run = trained(4, 7, exchange=exchange, compression="bf16")
+        assert run.engines[0].report()["launches"] == 0
+        run.groups.finish()
+        outer.append(run.groups.outer_state_dict())
+    assert unlike(*outer) == []
+
+
 # What is sent
 
 
 @pytest.mark.parametrize("exchange", ["gather", "two_shot"])
-@pytest.mark.parametrize("compression", [*COMPRESSIONS, ByLink()])
-def test_a_fragment_without_values_sends_nothing_but_its_control_vector(compression: Any, exchange: str) -> None:
-    codec = resolve(compression)
-    if exchange == "two_shot" and (codec.varies() or codec.counts_senders()):
-        exchange = "auto"
-    models = [nn.ModuleDict({"some": mlp()}) for _ in range(3)]
-    for model in models:
+def test_a_fragment_without_values_sends_nothing_but_its_control_vector(exchange: str) -> None:
+    def net(seed: int) -> nn.Module:
+        model = nn.Sequential(*mlp())
         model.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
-    choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5}
-    fragments = [["none"], ["some.*"]]
-    run = SimulatedGroups(models, fragments=fragments, compression=compression, exchange=exchange, **choices)
-    for engine in run.engines:
-        engine.diagnose()
-    landings = [landing for _ in range(8) for landing in run.step()[0] if landing.fragment == 0]
-    assert len(landings) == 3
-    words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
-    assert {landing.bytes_sent for landing in landings} == {2 * words}
-    run.finish()
+        return model
+
+    for compression in (*COMPRESSIONS, ByLink()):
+        codec: Any = resolve(compression)
+        way = "auto" if codec.varies() or codec.counts_senders() else exchange
+        choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5, "compression": compression}
+        run = Groups(3, "sgd", net, fragments=[["none"], ["*.*"]], exchange=way, **choices)
+        for engine in run.engines:
+            engine.diagnose()
+        landings = [landing for landing in run.until(8) if landing.fragment == 0]
+        assert len(landings) == 3
+        words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
+        assert {landing.bytes_sent for landing in landings} == {2 * words}, compression
+        run.groups.finish()
 
 
 def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
-    """Bytes that a group sends in four launches of every fragment, and the numbers of values of the fragments."""
-    models = [mlp() for _ in range(groups)]
-    run = SimulatedGroups(models, sync_every=4, overlap_steps=0, **choices)
-    for _ in range(19):
+    """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
+    run = SimulatedGroups([mlp() for _ in range(groups)], **{**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices})
+    for _ in range(7):
         run.step()
     reports = [engine.report() for engine in run.engines]
-    run.finish()
-    assert {report["launches"] for report in reports} == {4 * len(run.engines[0].fragments)}
+    assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
     assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
     return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
 
 
-@pytest.mark.parametrize("compression", FAMILY, ids=str)
-@pytest.mark.parametrize("groups", [2, 4])
-def test_the_bytes_of_two_shots_are_those_of_the_parts(groups: int, compression: Compression) -> None:
-    total, sizes = sent(groups, fragments=LAYERS, exchange="two_shot", compression=compression)
-    parts = [CONTROL_BYTES + 2 * compression.wire_bytes(-(-size // groups)) for size in sizes]
-    assert total == (groups - 1) * 4 * sum(parts)
-
-
-def test_with_six_groups_two_shots_send_a_third() -> None:
+def test_the_bytes_of_two_shots_are_those_of_the_parts() -> None:
+    for compression in FAMILY:
+        for groups in (2, 4):
+            total, sizes = sent(groups, exchange="two_shot", compression=compression)
+            parts = [CONTROL_BYTES + 2 * compression.wire_bytes(-(-size // groups)) for size in sizes]
+            assert total == (groups - 1) * sum(parts), compression
     two, all_ = (sent(6, fragments=[["*"]], exchange=one, compression="fp32")[0] for one in ("two_shot", "gather"))
-    control = 5 * 4 * CONTROL_BYTES
+    control = 5 * CONTROL_BYTES
     assert (two - control) / (all_ - control) == pytest.approx(1 / 3, rel=0.02)
 
 
-def test_the_final_exchange_rounds_once() -> None:
-    run, seen = simulated(4, 7, exchange="two_shot", compression="bf16")
-    gathered, other = simulated(4, 7, exchange="gather", compression="bf16")
-    assert run.engines[0].report()["launches"] == gathered.engines[0].report()["launches"] == 0
-    assert seen == other
+# What roundings lose
 
 
-# The second rounding
-
-
-@pytest.mark.parametrize("compression", FAMILY, ids=str)
-def test_what_the_second_rounding_loses_comes_with_the_next_mean(compression: Compression) -> None:
-    mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
-    residual, total, errors = None, torch.zeros(600), []
-    for count in range(1, 25):
-        shots = TwoShotAllReduce(2, compression.at(count), 0.0)
-        hop = shots.second_hop(mean, residual)
-        residual, decoded = hop.residual, torch.empty(600)
-        shots.compression.decode(hop.payload, decoded)
-        total += decoded
-        errors.append(float((total / count - mean).norm() / mean.norm()))
-    assert errors[-1] < 0.9 * errors[0] or errors[0] == 0
-
-
-def test_mixing_keeps_a_share_of_what_was_lost() -> None:
+def test_what_the_second_rounding_loses_comes_with_the_next_mean() -> None:
+    for compression in FAMILY:
+        mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
+        residual, total, errors = None, torch.zeros(600), []
+        for count in range(1, 25):
+            shots = TwoShotAllReduce(2, compression.at(count), 0.0)
+            hop = shots.second_hop(mean, residual)
+            residual, decoded = hop.residual, torch.empty(600)
+            shots.compression.decode(hop.payload, decoded)
+            total += decoded
+            errors.append(float((total / count - mean).norm() / mean.norm()))
+        assert errors[-1] < 0.9 * errors[0] or errors[0] == 0, compression
     mean = torch.tensor([1.0, 0.9, 0.3, -0.2])
     whole, half = (TwoShotAllReduce(2, TopK(0.5, Float32()), mixing).second_hop(mean, None) for mixing in (0.0, 0.5))
     assert whole.residual.tolist() == pytest.approx([0.0, 0.0, 0.3, -0.2])
     assert half.residual.tolist() == pytest.approx([0.0, 0.0, 0.15, -0.1])
+    # Of a padded part, what is remembered is what was not sent of it.
+    for exchange in ("two_shot", "gather"):
+        all_reduce, gradient = all_reduce_for(exchange, 3, ErrorFeedback(FP4()), 0.0), torch.randn(1000)
+        encoded = all_reduce.encode(gradient, None)
+        assert encoded.memory is not None
+        sent = all_reduce.decode_own(encoded.payloads, gradient)
+        torch.testing.assert_close(sent + encoded.memory, gradient, rtol=0, atol=1e-6)
 
 
 def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> None:
-    models = [mlp(), mlp(), mlp()]
-    run = SimulatedGroups(models, sync_every=4, overlap_steps=2, fragments=[["*"]], exchange="two_shot")
-    optimizers = [inner_optimizer("adamw", model) for model in models]
-
-    def residual() -> Tensor | None:
-        return run.engines[0].rounds.fragments[0].residual
-
-    for step in range(1, 6):
-        for group, model in enumerate(models):
-            train_step(model, optimizers[group], group, step)
-        run.step()
-        assert residual() is None
-    run.step(idle=[0, 1, 2])
-    first = residual()
-    assert first is not None
-    assert first.abs().sum() > 0
-    for _ in range(4):  # the launch after step 8 counts steps 5 to 8; that after step 12 none
-        run.step(idle=[0, 1, 2])
-    second = residual()
-    assert second is not None
-    for _ in range(4):
-        run.step(idle=[0, 1, 2])
-    assert residual() is second
-    assert not torch.equal(first, second)
+    run = Groups(3, sync_every=4, overlap_steps=2, fragments=[["*"]], exchange="two_shot")
+    seen = []
+    for step in range(1, 19):
+        run.step(idle=range(3) if step > 8 else ())
+        seen.append(outer_state(run.engines[0])[0]["residual"])
+    assert seen[:5] == [None] * 5
+    for step in (6, 10):  # the launch after step 8 counts steps 5 to 8; that after step 12 none
+        assert seen[step - 1] is not None
+    assert torch.equal(seen[5], seen[8])
+    assert not torch.equal(seen[5], seen[9])
+    assert all(torch.equal(seen[9], later) for later in seen[10:])
 
 
-def test_what_a_group_has_not_sent_comes_with_its_next_launch_in_two_shots_too() -> None:
+@pytest.mark.parametrize("remembers", [True, False])
+def test_what_a_group_has_not_sent_comes_later_in_two_shots_too(remembers: bool) -> None:
+    """From the memory of a group that trained on; and of one that does not count, what the second rounding lost."""
     models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
     nn.init.zeros_(models[0].weight)
-    choices = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "exchange": "two_shot"}
-    codec = ErrorFeedback(TopK(0.5, Float32()))
-    run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=codec, **choices)
-    for model in models:
-        model.weight.data += torch.tensor([8.0, 7.0, 2.0, 1.0] * 3)
-    for expected in ([8.0, 7.0, 0.0, 0.0], [8.0, 7.0, 2.0, 1.0]):
-        run.step()
-        assert run.outer_state_dict()["weight"].tolist() == [expected * 3]
+    run = Pushable(models, ErrorFeedback(TopK(0.5, Float32())) if remembers else TopK(0.5, Float32()))
+    if remembers:
+        run.push([[8.0, 7.0, 2.0, 1.0]] * 3)
+        assert [run.after(()), run.after(())] == [[8.0, 7.0, 0.0, 0.0], [8.0, 7.0, 2.0, 1.0]]
+    else:
+        # Two values of each part come from a group, which loses nothing. Their mean has four, of which two go at once.
+        run.push([[8.0, 7.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0]])
+        assert [run.after([2]), run.after([2])] == [[4.0, 3.5, 0.0, 0.0], [4.0, 3.5, 1.0, 0.5]]
 
 
-def test_a_group_that_does_not_count_keeps_what_the_second_rounding_of_its_part_lost() -> None:
-    models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
-    nn.init.zeros_(models[0].weight)
-    choices = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "compression": TopK(0.5, Float32())}
-    run = SimulatedGroups(models, sync_every=1, overlap_steps=0, exchange="two_shot", **choices)
-    # Two values of each part come from a group, which loses nothing. Their mean has four, of which two go on at once.
-    for model, own in zip(models, ([8.0, 7.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0]), strict=False):
-        model.weight.data += torch.tensor(own * 3)
-    run.step(idle=[2])
-    assert run.outer_state_dict()["weight"].tolist() == [[4.0, 3.5, 0.0, 0.0] * 3]
-    run.step(idle=[2])
-    assert run.outer_state_dict()["weight"].tolist() == [[4.0, 3.5, 1.0, 0.5] * 3]
+class Pushable:
+    def __init__(self, models: list[nn.Linear], compression: Compression) -> None:
+        choices: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "exchange": "two_shot"}
+        self.models = models
+        self.run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=compression, **choices)
 
+    def push(self, by: list[list[float]]) -> None:
+        for model, own in zip(self.models, by, strict=False):
+            model.weight.data += torch.tensor(own * 3)
 
-# Aggregation
-
-
-def test_two_shots_leave_out_and_weigh_groups_as_a_gather_does() -> None:
-    def run(exchange: str) -> dict[str, list[int]]:
-        models = [mlp() for _ in range(4)]
-        choices = {"outer_optimizer": OuterOptimizer(clip_norm=0.01), "compression": "fp32", "exchange": exchange}
-        groups = SimulatedGroups(models, sync_every=4, overlap_steps=1, fragments=LAYERS, **choices)
-        optimizers = [inner_optimizer("sgd", model) for model in models]
-        landings = []
-        for step in range(1, 30):
-            for group, model in enumerate(models):
-                if group != 3 or step % 2:
-                    train_step(model, optimizers[group], group, step)
-            if step == 9:
-                nn.init.constant_(models[2][0].weight, float("nan"))
-            landings += groups.step(idle=[3] if step % 2 == 0 else [])[0]
-        assert any(landing.left_out == (2,) for landing in landings)
-        groups.finish()
-        return bits(groups.outer_state_dict())
-
-    assert run("two_shot") == run("gather")
-
-
-# Resuming
-
-
-def test_a_run_with_two_shots_goes_on_bit_for_bit_in_flight() -> None:
-    choices = {**CHOICES, "exchange": "two_shot", "compression": "int4", "overlap_steps": 5}
-
-    def build() -> tuple[SimulatedGroups, list[nn.Module], list[torch.optim.Optimizer]]:
-        models: list[nn.Module] = [mlp() for _ in range(3)]
-        return SimulatedGroups(models, **choices), models, [inner_optimizer("sgd", model) for model in models]
-
-    def steps(built: Any, first: int, last: int) -> None:
-        run, models, optimizers = built
-        for step in range(first, last + 1):
-            for group in range(3):
-                train_step(models[group], optimizers[group], group, step)
-            run.step()
-
-    whole, stopped, resumed = build(), build(), build()
-    steps(whole, 1, 50)
-    steps(stopped, 1, 34)
-    assert stopped[0].engines[0].in_flight
-    states = [engine.state_dict() for engine in stopped[0].engines]
-    assert any(fragment["residual"].abs().sum() > 0 for fragment in states[0]["fragments"])
-    for engine, state in zip(resumed[0].engines, states, strict=True):
-        engine.load_state_dict(state)
-    steps(resumed, 35, 50)
-    for engine, other in zip(whole[0].engines, resumed[0].engines, strict=True):
-        assert bits(engine.outer_state_dict()) == bits(other.outer_state_dict())
+    def after(self, idle: Any) -> list[float]:
+        self.run.step(idle=idle)
+        (values,) = self.run.outer_state_dict()["weight"].tolist()
+        assert values == values[:4] * 3
+        return list(values[:4])
 
 
 # Which one
@@ -332,13 +227,86 @@ def test_an_unknown_exchange_is_refused_with_those_that_are_known(exchange: Any)
         Settings(exchange=exchange)
 
 
-@pytest.mark.parametrize("compression", FAMILY, ids=str)
-def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out(
-    compression: Compression,
-) -> None:
-    ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
-    left_out = "TopK" in str(compression)
-    assert ways == [AllReduce, AllReduce, *[AllReduce if left_out else TwoShotAllReduce] * 2]
+def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out() -> None:
+    for compression in FAMILY:
+        ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
+        more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
+        assert ways == [AllReduce, AllReduce, more, more], compression
+
+
+# Parts that suit the links
+
+
+def bisected(links: list[float]) -> float:
+    """The least time in which shares that add up to 1 are allowed, found without the closed form."""
+    groups, low, high = len(links), 1 / min(links), 10 * len(links) / min(links)
+    for _ in range(100):
+        middle = (low + high) / 2
+        shares = sum(max(0.0, (link * middle - 1) / (groups - 2)) for link in links)
+        low, high = (low, middle) if shares >= 1 else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize(
+    "links", [[1, 1, 1, 0.5], [1, 2, 3], [5, 1, 1, 1, 1], [1, 1, 0.9, 1.1], [10, 1, 2, 7, 3, 3, 0.7, 1]], ids=str
+)
+def test_the_shares_take_the_least_time(links: list[float]) -> None:
+    shares = TwoShot(links=links).shares(len(links))
+    assert shares is not None
+    assert sum(shares) == pytest.approx(1)
+    busy = max((1 + (len(links) - 2) * share) / link for link, share in zip(links, shares, strict=True))
+    assert busy == pytest.approx(bisected(links))
+
+
+def test_on_unequal_links_rounds_that_the_links_hold_up_are_shorter_by_the_closed_form() -> None:
+    links = [Link(one / 100) for one in (1, 1, 1, 0.5)]
+    exchanges = ("two_shot", TwoShot("by_bandwidth", [1, 1, 1, 0.5]))
+    ends = []
+    for exchange in exchanges:
+        settings = Settings(sync_every=10, overlap_steps=9, exchange=exchange)
+        method = Streaming(Model.of_size(24_000_000, layers=12), settings, Hosts(step_time=1e-3, groups=4))
+        steps = play(method, links[0], 400, [1.0] * 4, links=links)[0].steps
+        ends.append(steps[-1] - steps[199])
+    assert ends[0] / ends[1] == pytest.approx(1.5, rel=1e-2)
+
+
+def test_like_links_take_as_long_as_one_link_for_all() -> None:
+    settings = Settings(sync_every=10, overlap_steps=5, exchange="two_shot", compression="fp4")
+    method = Streaming(Model.of_size(24_000_000, layers=12), settings, Hosts(step_time=0.1, groups=4))
+    link = Link(0.05, round_trip=0.01)
+    one, each = (play(method, link, 100, [1.0] * 4, links=links)[0].steps[-1] for links in ((), [link] * 4))
+    assert each == pytest.approx(one, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"parts": "fast"}, "is not known"),
+        ({"parts": [1, -1]}, "not negative"),
+        ({"links": [1, 0]}, "positive numbers"),
+        ({"parts": [1, 1], "links": [1, 1]}, "does not ask for them"),
+    ],
+    ids=str,
+)
+def test_what_is_no_part_is_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TwoShot(**arguments)
+
+
+def test_links_that_nobody_measures_and_another_number_of_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="only a Trainer measures them"):
+        trained(3, 1, exchange=TwoShot())
+    with pytest.raises(ValueError, match="2 numbers for 3 worker groups"):
+        trained(3, 1, exchange=TwoShot(links=[1, 1]))
+    with pytest.raises(ValueError, match="over='senders'"):
+        Settings(exchange=UNEVEN, compression=TopK(0.1, Float32(), over="senders"))
+
+
+def test_a_checkpoint_tells_which_parts_it_had() -> None:
+    for exchange in (TwoShot().over([0.98, 1, 0.4999]), UNEVEN, TwoShot((1, 1), backend="nccl")):
+        assert TwoShot.read(repr(exchange), exchange.backend) == exchange
+    assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
+    assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)
 
 
 # The way

@@ -4,19 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, WorkerGroups
 from lightning_sdiloco.compression import ErrorFeedback, Int4, RandomK
-from tests.engine.groups import Groups, Values, copied, unlike
+from tests.engine.groups import Groups, Rank, Values, copied, unlike, with_statistics
 from tests.ranks import run_ranks
-from tests.training import inner_optimizer, mlp, train_step
 
 SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:2"}
-
-
-def with_statistics(seed: int) -> nn.Sequential:
-    return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
 
 
 def trained(groups: int, steps: int, **choices: Any) -> Groups:
@@ -104,27 +99,23 @@ def test_taking_it_after_every_step_changes_no_bit_of_training(groups: int, choi
 @pytest.mark.parametrize("size", [1, 2])
 def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
     def train(rank: int, world_size: int, looks: bool) -> Any:
-        model, group = mlp(rank), rank // size
-        engine = StreamingDiLoCo(model, worker_groups=2, **{**SETTINGS, "fragments": "strided:1"})
-        optimizer, in_flight, means = inner_optimizer("sgd", model), [0], []
+        here, flew, means = Rank(rank, WorkerGroups(2), "sgd", **{**SETTINGS, "fragments": "strided:1"}), 0, []
         for step in range(1, 12):
-            train_step(model, optimizer, group, step)
-            engine.step()
+            here.step(step)
             if looks:
-                in_flight.append(len(engine.in_flight))
-                sent = engine.report()["bytes_sent"]
-                with engine.evaluate(engine.group_mean()):
-                    means.append(copied(model.named_parameters()))
-                assert engine.report()["bytes_sent"] > sent
-        before = engine.state_dict()
-        engine.finish()
+                flew, sent = max(flew, len(here.engine.in_flight)), here.engine.report()["bytes_sent"]
+                with here.engine.evaluate(here.engine.group_mean()):
+                    means.append(copied(here.model.named_parameters()))
+                assert here.engine.report()["bytes_sent"] > sent
+        before = here.engine.state_dict()
+        here.engine.finish()
         with pytest.raises(RuntimeError, match=r"group_mean\(\) was called after finish"):
-            engine.group_mean()
-        return before, max(in_flight), means
+            here.engine.group_mean()
+        return before, flew, means
 
     def both(rank: int, world_size: int) -> Any:
-        state, most_in_flight, means = train(rank, world_size, True)
-        return same(state, train(rank, world_size, False)[0]), most_in_flight > 1, means
+        state, flew, means = train(rank, world_size, True)
+        return same(state, train(rank, world_size, False)[0]), flew > 1, means
 
     ranks = run_ranks(both, 2 * size)
     for is_same, flew, means in ranks:
