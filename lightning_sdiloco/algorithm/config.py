@@ -276,7 +276,6 @@ class Settings:
 
     @property
     def codec(self) -> Compression:
-        """The compression itself, even if it was given by name."""
         return resolve(self.compression)
 
     @property
@@ -456,12 +455,10 @@ def _require(
 
 
 def is_real(value: Any) -> bool:
-    """Tells whether a value is a number, finite or not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Tells whether a value is a finite number."""
     return is_real(value) and math.isfinite(value)
 
 

@@ -274,7 +274,6 @@ def _rising(legs: Sequence[Leg]) -> Sequence[Leg]:
 
 
 def _connected(planned: Sequence[Sequence[Leg]], groups: int) -> list[set[int]]:
-    """Returns the parts that the legs of some rounds connect."""
     parts = [{group} for group in range(groups)]
     for leg in (leg for legs in planned for leg in legs):
         own = [part for part in parts if not part.isdisjoint(leg)]
@@ -299,8 +298,6 @@ def _joining(parts: list[set[int]], links: Sequence[Leg]) -> list[Leg]:
 
 
 class Brought(NamedTuple):
-    """What a group brings to its leg, of a shard: flat and float32."""
-
     values: Tensor
     gradient: Tensor
     twin: Tensor | None

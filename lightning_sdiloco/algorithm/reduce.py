@@ -213,7 +213,6 @@ def _sum(values: Tensor, memory: Tensor | None) -> Tensor:
 
 
 def _padded(values: Tensor, numel: int) -> Tensor:
-    """Pads a part with zeros at the end, where it is too short."""
     if len(values) == numel:
         return values
     padded = new_vector(numel, values.device)

@@ -177,7 +177,6 @@ def trained(controls: Sequence[Control]) -> Count:
 
 
 def may_count(controls: Sequence[Control]) -> list[int]:
-    """Returns the groups that trained and whose values are finite."""
     return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
 
 

@@ -22,8 +22,6 @@ SHARED = "sdiloco_gloo"
 
 
 class Outcome(NamedTuple):
-    """What came of something that all ranks tried."""
-
     value: Any
     failure: tuple[str, ...] = ()
     text: str = ""
@@ -191,8 +189,6 @@ def _described(value: Any, buffers: list[bytes]) -> Any:
 
 
 class _Buffers:
-    """What stands behind the JSON, taken from its beginning."""
-
     def __init__(self, data: memoryview) -> None:
         self._data = data
 

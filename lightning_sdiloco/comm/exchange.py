@@ -381,7 +381,6 @@ class DeviceExchange(Exchange[_OnDevice]):
 
     @override
     def collect(self, posted: _OnDevice, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """Waits for all groups. The current stream may use the result."""
         self._wait(posted, deadline)
         self._count(self._group, posted.messages, posted.received)
         return posted.received

@@ -78,7 +78,6 @@ class Connection(NamedTuple):
 
     @staticmethod
     def of_process() -> "set[Connection]":
-        """Returns all that this process has, over IPv4 and IPv6."""
         found, descriptors = set[Connection](), Path("/proc/self/fd")
         # A default timeout would make the owner's socket one that does not block, as soon as Python looks at it.
         if socket.getdefaulttimeout() is not None or not descriptors.is_dir():
@@ -118,8 +117,6 @@ class Connection(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Tells how the last messages got through."""
-
     nbytes: int
     seconds: float
     queued_s: float

@@ -66,8 +66,6 @@ class Entry(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What all ranks know after they have written their files."""
-
     path: str
     header: dict[str, Any]
     older: list[str]
@@ -153,7 +151,6 @@ def discard(path: str, save: str) -> None:
 
 
 def remove_saves(path: str, names: Sequence[str]) -> None:
-    """Removes some of the saves in the folder of a checkpoint file."""
     filesystem, folder = _folder(path)
     for name in names:
         if filesystem.exists(f"{folder}/{name}"):
@@ -161,7 +158,6 @@ def remove_saves(path: str, names: Sequence[str]) -> None:
 
 
 def is_whole(path: str, save: str) -> bool:
-    """Returns whether the folder of a save has its manifest."""
     filesystem, folder = _folder(path)
     return bool(filesystem.exists(f"{folder}/{save}/{_MANIFEST}"))
 
@@ -497,7 +493,6 @@ def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
 
 
 def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | None) -> Restart:
-    """Joins the states of the ranks of an earlier run."""
     whole = [[state for state in group if state is not None] for group in groups if None not in group]
     if not whole:
         raise ValueError(

@@ -93,7 +93,6 @@ class DroppingLoader:
 
     @property
     def sampler(self) -> Any:
-        """The sampler of the loader, which has to know the epoch."""
         return getattr(self.loader, "sampler", None)
 
     @property
@@ -194,8 +193,6 @@ def _refuse_what_meets(model: nn.Module) -> None:
 
 
 class Drop(NamedTuple):
-    """What a budget is expected to do."""
-
     budget: float
     dropped: float = 0.0
     gain: float = 0.0

@@ -388,7 +388,6 @@ def reported(
 def mean_of_buffers(
     tails: Mapping[str, Tensor], outer: Mapping[str, Tensor], *, keeps: bool = True, says: bool = True
 ) -> Tensor:
-    """Returns the plain mean of buffers, flat; see `finite_mean`."""
     rows = torch.stack([tail.clone().view(torch.float32) for tail in tails.values()])
     if bool(rows.isfinite().all()):
         return rows.mean(dim=0)
@@ -436,8 +435,6 @@ def span_from(began: float, device: torch.device) -> Span:
 
 
 class Pending(Generic[Result]):
-    """Work that was started and has its result later."""
-
     def __init__(self, work: Work[Result], ready: Any = None) -> None:
         self._work: Work[Result] | None = work
         self._result: Any = None
@@ -479,7 +476,6 @@ class Pending(Generic[Result]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether `result` waits for nobody."""
         return not self._is_running.locked()
 
     @property
@@ -493,8 +489,7 @@ class Background(ABC):
         """Starts work. Every stage takes work in the order of its start."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Ends the background. What is in it may be lost."""
+    def close(self) -> None: ...
 
 
 class ThreadBackground(Background):

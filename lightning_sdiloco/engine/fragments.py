@@ -454,7 +454,6 @@ class FragmentState:
         return self.layout.named(gathered, self.layout.shard_of(self.layout.split(gathered)), group)
 
     def start_from(self, outer: OuterState, buffers: Mapping[str, Tensor]) -> None:
-        """Takes other outer values, and outer buffers by name."""
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, outer)
         # A buffer without a value keeps what it has. All travel with the next launch.

@@ -247,7 +247,6 @@ class ShardOptimizer:
             optimizer.__dict__ = attributes
 
     def load(self, fragment: int, state: OuterState) -> OuterState:
-        """Stores a copy of an outer state that was saved."""
         # A count of steps is on the host, as torch has it, unless the optimizer counts on the device.
         on_device = self._counts_on_device[self._group_of[fragment]]
         counts_on = self._storage.device if on_device else torch.device("cpu")
@@ -285,7 +284,6 @@ def nesterov_step(values: Tensor, gradient: Tensor, momentum: Tensor, lr: float,
 
 
 def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
-    """Returns the parameter group of every shard."""
     index = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     missing = [fragment for fragment, parameter in enumerate(parameters) if id(parameter) not in index]
     if missing or len(index) != len(parameters):
@@ -419,8 +417,6 @@ class Rates:
 
 
 class _Carrier(Optimizer):
-    """Carries hyperparameters, for a scheduler to change them."""
-
     def __init__(self, optimizer: Optimizer) -> None:
         groups = [{**group, "params": [Parameter(torch.empty(0))]} for group in _copied(optimizer)]
         super().__init__(groups, dict(optimizer.defaults))

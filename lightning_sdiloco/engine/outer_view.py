@@ -69,7 +69,6 @@ class OuterView:
 
     @torch.no_grad()
     def show_local(self) -> None:
-        """Puts the local values back, bit for bit."""
         if self._stash is not None:
             self.load_local(self._stash)
             self._stash = None
@@ -96,7 +95,6 @@ class OuterView:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Shows the outer model for good. In-group collective."""
         reshard(self._model)
         self.final = []
         for fragment in self._fragments:

@@ -84,9 +84,7 @@ class Federated(Protocol):
     """A federation as the engine sees it: these ranks are a site of it, whose loop follows its rules."""
 
     @property
-    def site(self) -> str:
-        """The name of this site."""
-        ...
+    def site(self) -> str: ...
 
     def join(self, rounds: "Rounds", topology: Topology) -> Loop:
         """Joins with a model that is cut, and returns the loop."""

@@ -161,7 +161,6 @@ def like(tensor: Tensor, values: Tensor) -> Tensor:
 
 
 def described_sharding(tensor: Tensor) -> str:
-    """Describes how a tensor is sharded; empty if it is not."""
     sharded: Any = tensor
     return f" as {sharded.placements} on {tuple(sharded.device_mesh.shape)} ranks" if is_sharded(sharded) else ""
 
@@ -429,7 +428,6 @@ class FragmentLayout(ABC):
             parameter.copy_(values)
 
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
-        """Overwrites the parameters as a landing rule says."""
         for parameter, *values in zip(self.held, *map(self.split, gathered), strict=True):
             dtype = torch.promote_types(parameter.dtype, torch.float32)
             if parameter.dtype == dtype:

@@ -172,7 +172,6 @@ def align_ranks(model: nn.Module, fragments: Sequence[FragmentState], topology: 
 
 
 def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Topology, is_site: bool) -> None:
-    """Warns once, on one rank, of what a user may not expect."""
     if topology.group_index or topology.group_rank:
         return
     if topology.num_groups == 1 and not is_site:
@@ -438,7 +437,6 @@ def cut_again(
 
 
 def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:
-    """Refuses a state that was saved with other fragments."""
     names = [list(fragment.layout.names) for fragment in fragments]
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(

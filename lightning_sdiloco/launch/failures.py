@@ -27,8 +27,6 @@ _runs = itertools.count()
 
 
 class Failures:
-    """The first failure among the ranks of a run."""
-
     def __init__(self, store: Any, rank: int, group: int, world_size: int) -> None:
         self._store = store
         self._rank = rank

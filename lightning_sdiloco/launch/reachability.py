@@ -31,8 +31,6 @@ _TOKEN_BYTES = 16
 
 
 class BrokenConnection(NamedTuple):
-    """A connection that cannot be made."""
-
     source: int
     target: int
     address: str
@@ -63,7 +61,6 @@ class Listener:
         threading.Thread(target=self._accept, name="sdiloco-listener", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening."""
         # Closing alone does not wake a thread that waits for a connection.
         try:
             self._socket.shutdown(socket.SHUT_RDWR)

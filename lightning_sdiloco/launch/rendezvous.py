@@ -41,8 +41,6 @@ _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 
 class Rendezvous:
-    """The ranks that meet at one store."""
-
     def __init__(self, store: Store, rank: int, world_size: int, address: str, timeout: timedelta) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -110,7 +108,6 @@ def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: tim
 
 
 def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience: float = SECONDS_UNREACHABLE) -> None:
-    """Waits until a torch TCPStore answers at an address."""
     who = f"Rank {rank} on {socket.gethostname()} cannot reach rank 0 at {host}:{port}"
     started = time.monotonic()
     unanswered_since, warned = started, started
@@ -170,7 +167,6 @@ def try_to_connect(
 
 
 def reason(error: OSError) -> str:
-    """Returns in words why a connection failed."""
     if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
         return "no answer"
     if isinstance(error, socket.gaierror):

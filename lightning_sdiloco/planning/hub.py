@@ -16,15 +16,11 @@ _ROUND_TRIPS = 2
 
 
 class Enough(NamedTuple):
-    """Settings with which a hub suffices."""
-
     sync_every: int
     overlap_steps: int
 
 
 class HubLoad(NamedTuple):
-    """What goes through a hub."""
-
     gbit_s: float
     sites: int
     bytes_in: int
@@ -71,7 +67,6 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 def largest_payload(model: Model, settings: Settings, groups: Groups) -> int:
-    """Returns the bytes that a site sends of the largest fragment."""
     return max(_payloads(model, settings, groups))
 
 

@@ -79,16 +79,13 @@ class Line(NamedTuple):
 
     @property
     def slower(self) -> Link:
-        """The direction with less bandwidth."""
         return min(self, key=lambda link: link.gbit_s)
 
     @property
     def round_trip(self) -> float:
-        """Seconds to another group and back."""
         return max(self.up.round_trip, self.down.round_trip)
 
 
 def require(holds: bool, name: str, value: float, rule: str) -> None:
-    """Refuses a number that is out of range."""
     if not holds:
         raise ValueError(f"{name}={value!r} is out of range: it must be {rule}. Choose another {name}.")

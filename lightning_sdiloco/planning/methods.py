@@ -46,8 +46,6 @@ class Memory(NamedTuple):
 
 
 class Method(ABC):
-    """A way to train one model in several groups."""
-
     @property
     @abstractmethod
     def bytes_per_step(self) -> float:
@@ -229,7 +227,6 @@ class Streaming(Method):
 
     @cached_property
     def memory(self) -> Memory:
-        """Returns what a rank needs on top of ordinary training."""
         gathered = FLOAT32 if self.groups.group_size > 1 else 0
         of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
@@ -320,8 +317,6 @@ class Absence(NamedTuple):
 
 
 class Times(NamedTuple):
-    """When a group did what."""
-
     steps: list[float]
     end: float
     waited: float
@@ -409,7 +404,6 @@ class _Group:
         self.steps: list[float] = []  # when each inner step was done, and what launched and landed after it
 
     def train(self, until: int) -> None:
-        """Makes all inner steps up to this one."""
         first = len(self.steps) + 1
         if until >= first > 1:
             self.steps[-1] = self.clock
@@ -555,5 +549,4 @@ class _Play:
 
 
 def _slowest(lines: Sequence[Line]) -> Link:
-    """Returns the direction with the least bandwidth."""
     return min((line.slower for line in lines), key=lambda link: link.gbit_s)

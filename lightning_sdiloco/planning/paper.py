@@ -34,8 +34,6 @@ class PaperModel(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """An entry of Table 4."""
-
     model: str
     method: str
     target: float

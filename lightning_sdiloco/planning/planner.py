@@ -28,8 +28,6 @@ LARGEST_SYNC_EVERY = max(SYNC_EVERY)
 
 
 class Prediction(NamedTuple):
-    """What a method needs, and what it gets."""
-
     utilisation: float
     bytes_per_step: float
     bytes: float
@@ -38,7 +36,6 @@ class Prediction(NamedTuple):
 
 
 def predict(method: Method, link: Link, steps: int) -> Prediction:
-    """Predicts what a method needs and gets on a link."""
     return Prediction(
         utilisation=method.utilisation(link),
         bytes_per_step=method.bytes_per_step,
@@ -100,13 +97,10 @@ def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings
 
 
 def with_margin(link: Link) -> Link:
-    """Returns the link that a recommendation counts on."""
     return replace(link, gbit_s=MARGIN * link.gbit_s)
 
 
 class Recommendation(NamedTuple):
-    """The recommended settings, and what to expect of them."""
-
     settings: Settings
     prediction: Prediction
     utilisation_with_margin: float
@@ -115,8 +109,6 @@ class Recommendation(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Everything that the planner says about a model and a link."""
-
     model: Model
     groups: Groups
     link: Link

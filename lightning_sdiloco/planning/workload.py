@@ -60,8 +60,6 @@ def _cut(model: Model, fragments: int | str | tuple[tuple[str, ...], ...]) -> tu
 
 @dataclass(frozen=True)
 class Groups:
-    """The worker groups, and how fast they are."""
-
     step_time: float
     groups: int = 2
     group_size: int = 1

@@ -129,8 +129,6 @@ def _as_table(found: Sequence[Finding]) -> str:
 
 
 class MeasuredLink(NamedTuple):
-    """One direction between two worker groups."""
-
     source: int
     target: int
     round_trip: float = 0.0
@@ -139,8 +137,6 @@ class MeasuredLink(NamedTuple):
 
 
 class Examined(NamedTuple):
-    """What the doctor saw."""
-
     groups: int
     endpoints: Sequence[Endpoints]
     machines: Sequence[dict[str, Any]]
@@ -174,8 +170,6 @@ def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: f
 
 
 class Launch(NamedTuple):
-    """What a launcher told a process."""
-
     rank: int
     world_size: int
     nodes: int
@@ -261,7 +255,6 @@ def _version(package: str) -> str | None:
 
 
 def findings(seen: Examined) -> list[Finding]:
-    """Returns all findings, in the order in which they are shown."""
     parts = (_of_ranks, _of_machines, _of_connections, _of_links)
     return [finding for part in parts for finding in part(seen)]
 

@@ -99,7 +99,6 @@ class HubOptions:
         return HubClient(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
     def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
-        """Asks the hub once, and returns the answer."""
         with closing(self.mailbox(role)) as mailbox:
             return asked(mailbox, name, **about)[0]
 
@@ -113,7 +112,6 @@ def asked(mailbox: HubClient, name: str, **about: Any) -> tuple[dict[str, Any], 
 
 
 def status_of(mailbox: HubClient) -> dict[str, Any]:
-    """Returns the status of the run: its sites and fragments."""
     status: dict[str, Any] = json.loads(asked(mailbox, "status")[1])
     return status
 
@@ -199,8 +197,6 @@ class MetricsServer:
 
 
 class _Collector:
-    """Makes metrics of the status whenever they are asked for."""
-
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status, self._lock = status, threading.Lock()
         self._last: dict[str, Any] = {}

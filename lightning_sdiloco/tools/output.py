@@ -55,8 +55,6 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Theme:
-    """The colours of a picture."""
-
     ink: str
     quiet: str
     grid: str
@@ -68,7 +66,6 @@ class Theme:
 
     @property
     def style(self) -> dict[Any, Any]:
-        """The parameters of matplotlib."""
         ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in self._ticks.items()}
         spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
         papers = {f"{part}.facecolor": self.paper for part in ("figure", "axes", "savefig")}
@@ -126,7 +123,6 @@ def require_drawable(path: str) -> None:
 
 
 def require_matplotlib(what: str, instead: str = "") -> None:
-    """Refuses what needs matplotlib where it is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

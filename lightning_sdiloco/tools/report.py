@@ -63,8 +63,6 @@ class Causes(NamedTuple):
 
 @dataclass(frozen=True)
 class Advice:
-    """A setting to change."""
-
     changes: dict[str, object]
     now: float
     then: float

@@ -108,8 +108,6 @@ def _parsed(sweep: str) -> tuple[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """Where a simulated run would take place."""
-
     link: Link
     step_time: float | None = None
     memory_rate: float = 1e12

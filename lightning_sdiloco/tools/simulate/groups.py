@@ -121,8 +121,7 @@ class SimulatedProcessesMixin(_Base):
         return 0
 
     @override
-    def set_world_ranks(self) -> None:
-        """Does nothing: the thread has its rank from the start."""
+    def set_world_ranks(self) -> None: ...
 
     @override
     def _configure_launcher(self) -> None:
@@ -208,7 +207,6 @@ class Validation(NamedTuple):
 
     @property
     def loss(self) -> float | None:
-        """The first loss among the metrics."""
         return next((value for name, value in self.metrics.items() if "loss" in name), None)
 
 
@@ -328,8 +326,6 @@ def simulated_classes(distribution: str) -> SimulatedClasses:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A training as a LightningCLI would run it."""
-
     files: tuple[str, ...]
     arguments: tuple[str, ...] = ()
     cli: type | None = None

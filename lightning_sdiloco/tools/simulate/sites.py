@@ -24,8 +24,6 @@ _CHANNELS = 8
 
 @dataclass(frozen=True)
 class Places:
-    """Where the sites of a federation are, and how fast."""
-
     sites: int
     step_time: float
     link: Link | None = None

@@ -166,8 +166,6 @@ class _Meeting:
 
 
 class SimulatedWorld(Communicator):
-    """All ranks, which are threads of this process."""
-
     def __init__(self, rank: int, size: int, meetings: dict[int, _Meeting], until: Until) -> None:
         super().__init__()
         self.size = size
@@ -180,7 +178,6 @@ class SimulatedWorld(Communicator):
         return [part.clone() for part in self._meet("gather tensors", tensor.detach().clone())]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Returns copies, as between processes."""
         return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
 
     def broadcast(self, tensor: Tensor) -> None:
