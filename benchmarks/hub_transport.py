@@ -55,7 +55,7 @@ def iperf3(links: Links, size: int, connections: int) -> float:
 def serve(folder: str) -> None:
     """Is the hub, in site 0."""
     from lightning_sdiloco.federation import BlobStore, Hub
-    from tests.hub.hubs import Noting
+    from tests.federation.hubs import Noting
 
     hub = Hub(Noting(), BlobStore(Path(folder, "store")), RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
     hub.start()

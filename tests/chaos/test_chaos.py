@@ -13,7 +13,7 @@ from tests.chaos.__main__ import run
 from tests.chaos.checks import Found
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
-from tests.hub.hubs import require_extra
+from tests.federation.hubs import require_extra
 from tests.lightning.test_federation import played
 
 HEALED = 10.0

@@ -18,7 +18,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
 from tests.chaos.world import Process, World
-from tests.hub.hubs import require_extra
+from tests.federation.hubs import require_extra
 from tests.slurm import Slurm, slurm
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from tests.chaos.notes import Note
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH, OVERLAP_STEPS, SYNC_EVERY
 from tests.chaos.world import World
-from tests.hub.hubs import require_extra
+from tests.federation.hubs import require_extra
 from tests.lightning.clocked_sites import Clocked
 from tests.small_disk import fill, small_disk
 

@@ -17,7 +17,7 @@ import pytest
 from lightning_sdiloco.federation import HubService, Record, add_keys, init_keys
 from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.monitor import changes
-from tests.hub.hubs import require_extra
+from tests.federation.hubs import require_extra
 from tests.lightning.federated_site import (
     BATCH,
     Place,

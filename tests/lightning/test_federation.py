@@ -17,7 +17,7 @@ from tests.chaos.faults import Fault
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
 from tests.chaos.world import World
-from tests.hub.hubs import require_extra
+from tests.federation.hubs import require_extra
 from tests.own_quorum import Core
 
 

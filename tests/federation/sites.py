@@ -18,11 +18,9 @@ from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm import Communicator, Topology
 from lightning_sdiloco.engine import InlineBackground
 from lightning_sdiloco.federation import InProcessHub, Record, payloads_of
-from lightning_sdiloco.federation.site import FederatedWorld
 from tests.training import inner_optimizer, mlp, train_step
 
-STEP = 0.1
-PATIENCE = 60.0
+STEP, PATIENCE = 0.1, 60.0
 
 
 class VirtualHub(InProcessHub):
@@ -70,34 +68,32 @@ class Site:
                 made.append(hub.connect_shards(f"s{index}", payloads_of(rank, ranks)))
                 return made[0]
 
-        of_charter = {name: choices.pop(name) for name in ("late", "rounds", "grace") if name in choices}
-        federation = Here(
-            "hub:1", "run", f"s{index}", insecure=True, lease=2.0, **{"grace": 1.0, "late": "carry", **of_charter}
-        )
+        terms = {"late": "carry", "grace": 1.0, "lease": 2.0}
+        terms |= {name: choices.pop(name) for name in ("late", "rounds", "grace") if name in choices}
+        federation = Here("hub:1", "run", f"s{index}", insecure=True, **terms)
         choices = {"fragments": "strided:1", "inner_optimizers": [self.optimizer]} | choices
         self.engine = StreamingDiLoCo(self.model, topology=self.topology, federation=federation, **choices)
         self.connection: Any = made[0]
-
-    @property
-    def world(self) -> FederatedWorld:
-        assert isinstance(self.engine.loop, FederatedWorld)
-        return self.engine.loop
+        self.world: Any = self.engine.loop
 
     @property
     def fragments(self) -> Sequence[Any]:
         """What the follower knows of each fragment."""
         return self.world.follower.fragments
 
-    def train(self) -> None:
+    def train(self, samples: int | None = None) -> None:
         self.step += 1
         train_step(self.model, self.optimizer, self.index, self.step)
-        self.engine.launch_due()
+        self.engine.launch_due(**({} if samples is None else {"samples": samples}))
 
     def outer(self) -> list[Tensor]:
         return [own.outer.values for own in self.engine.rounds.fragments]
 
+    def local(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.model.parameters()).detach()
+
     def held(self) -> list[Tensor]:
-        return [*self.outer(), *(parameter.detach().clone() for parameter in self.model.parameters())]
+        return [*self.outer(), self.local()]
 
     def die(self) -> None:
         self.connection.lose("the link is cut")
@@ -161,9 +157,8 @@ class Threads(Communicator):
 
     def __init__(self, slots: list[Any], barrier: threading.Barrier, rank: int) -> None:
         super().__init__()
-        self.size, self.rank, self.is_on_host = len(slots), rank, True
+        self.size, self.rank, self.is_on_host, self.gathered = len(slots), rank, True, 0
         self._slots, self._barrier = slots, barrier
-        self.gathered = 0
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self.gathered += 1
@@ -184,23 +179,14 @@ class Threads(Communicator):
 
 def topologies(ranks: int) -> list[Topology]:
     """The ranks of a site."""
+    shared = [([None] * ranks, threading.Barrier(ranks, timeout=PATIENCE)) for _ in range(6)]
     made = []
-    for _ in range(6):
-        slots, barrier = [None] * ranks, threading.Barrier(ranks, timeout=PATIENCE)
-        made.append([Threads(slots, barrier, rank) for rank in range(ranks)])
-    of_rank = list(zip(*made, strict=True))
-    return [
-        Topology(
-            group_size=ranks,
-            group_rank=rank,
-            world=world,
-            in_group=in_group,
-            in_site=in_site,
-            stages=tuple(stages),
-            background=InlineBackground.connect(1)[0],
-        )
-        for rank, (world, in_group, in_site, *stages) in enumerate(of_rank)
-    ]
+    for rank in range(ranks):
+        world, in_group, in_site, *stages = (Threads(slots, barrier, rank) for slots, barrier in shared)
+        about: dict[str, Any] = {"world": world, "in_group": in_group, "in_site": in_site, "stages": tuple(stages)}
+        about["background"] = InlineBackground.connect(1)[0]
+        made.append(Topology(group_size=ranks, group_rank=rank, **about))
+    return made
 
 
 def at_once(act: Callable[[Any], Any], sites: Sequence[Any]) -> list[Any]:
@@ -218,47 +204,36 @@ def whole(site: Sequence[Site]) -> dict[str, Tensor]:
     return held
 
 
-Step = Callable[[nn.Module, torch.optim.Optimizer, int, int], None]
-
-
 def train_ranked(
     ranks: Sequence[int],
     steps: int,
     make: Callable[[], nn.Module],
     samples: Sequence[int | Sequence[int]],
     at: Callable[[Site, int], None] = lambda rank, step: None,
-    step: Step = train_step,
+    step: Callable[[nn.Module, torch.optim.Optimizer, int, int], None] = train_step,
     **choices: Any,
 ) -> list[list[Site]]:
     """Founds a run and trains sites of so many ranks each, side by side.
 
-    Args:
-        ranks: The ranks of each site.
-        steps: The inner steps.
-        make: Makes the model.
-        samples: On how many samples a rank of each site trains in a step, or each of its ranks.
-        at: Called on every rank after each inner step.
-        step: Makes an inner step of a model, given the number of the site and that of the step.
-        **choices: Of the engine.
+    Samples are those of a rank of each site in a step, or of each of its ranks; `at` is called after each inner step,
+    which `step` makes, given the number of the site and that of the step.
     """
     hub = VirtualHub(len(ranks))
     every = threading.Barrier(sum(ranks), timeout=PATIENCE)
-    places = [(index, topology, make()) for index, of in enumerate(ranks) for topology in topologies(of)]
 
-    def live(index: int, topology: Topology, model: nn.Module) -> Site:
-        own = Site(hub, index, model, topology, **choices)
+    def live(place: tuple[int, Topology, nn.Module]) -> Site:
+        index, topology, model = place
+        own, of_site = Site(hub, index, model, topology, **choices), samples[index]
         every.wait()
         for _ in range(3):
             own.world.hear()
             every.wait()
-        of_site = samples[index]
-        own_samples = of_site if isinstance(of_site, int) else of_site[topology.group_rank]
         for number in range(1, steps + 1):
             if every.wait() == 0:
                 hub.passes(STEP)
             every.wait()
             step(model, own.optimizer, index, number)
-            own.engine.launch_due(samples=own_samples)
+            own.engine.launch_due(samples=of_site if isinstance(of_site, int) else of_site[topology.group_rank])
             every.wait()
             own.engine.land_due()
             at(own, number)
@@ -266,10 +241,11 @@ def train_ranked(
 
     def run(place: tuple[int, Topology, nn.Module]) -> Site:
         try:
-            return live(*place)
+            return live(place)
         except BaseException:
             every.abort()
             raise
 
-    done = at_once(run, places)
+    # The models one after the other: threads have one generator of random numbers.
+    done = at_once(run, [(index, topology, make()) for index, of in enumerate(ranks) for topology in topologies(of)])
     return [[own for own in done if own.index == index] for index in range(len(ranks))]

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.federation import Recorded, Told, add_keys, init_keys
-from tests.engine.sites import (
+from lightning_sdiloco.federation import Recorded, add_keys, init_keys
+from tests.federation.sites import (
     STEP,
     Site,
     VirtualHub,
@@ -38,7 +38,7 @@ ONE_FRAGMENT = {**CHOICES, "fragments": [["*"]], "grace": 1000.0}
 KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
 
 
-def in_the_fixed_world(groups: int, **choices: Any) -> tuple[list[Tensor], list[Tensor]]:
+def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
     """The outer parameters, and the local ones of the first group, after 45 steps."""
     models = [mlp() for _ in range(groups)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
@@ -49,33 +49,26 @@ def in_the_fixed_world(groups: int, **choices: Any) -> tuple[list[Tensor], list[
         for group, model in enumerate(models):
             train_step(model, optimizers[group], group, step)
         engine.step()
-    return [own.outer.values for own in engine.engines[0].rounds.fragments], list(models[0].parameters())
+    local = nn.utils.parameters_to_vector(models[0].parameters()).detach()
+    return [*(own.outer.values for own in engine.engines[0].rounds.fragments), local]
 
 
 @pytest.mark.parametrize(
-    "choices",
+    ("choices", "absent"),
     [
-        {"compression": "fp4", "outer_optimizer": OuterOptimizer(clip_norm=0.05)},
-        {"compression": "sparse", "outer_optimizer": partial(DelayedNesterov, every=2)},
-        {"compression": RandomK(4, FP4())},
-        {"compression": KEPT},
+        ({"compression": "fp4", "outer_optimizer": OuterOptimizer(clip_norm=0.05)}, 0),
+        ({"compression": "sparse", "outer_optimizer": partial(DelayedNesterov, every=2)}, 0),
+        ({"compression": RandomK(4, FP4())}, 1),
+        ({"compression": KEPT}, 0),
     ],
-    ids=["fp4_and_clip", "sparse_and_delayed_nesterov", "random_k", "kept"],
+    ids=["fp4_and_clip", "sparse_and_delayed_nesterov", "random_k_and_one_absent", "kept"],
 )
-def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any]) -> None:
+def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any], absent: int) -> None:
     sites = founded(3, **choices, **CHOICES)
+    for _ in range(absent):
+        sites.pop().die()
     train(sites, 45)
-    outer, local = in_the_fixed_world(3, **choices)
-    assert equal(sites[0].outer(), outer)
-    assert agree(sites)
-    assert equal(list(sites[0].model.parameters()), local)
-
-
-def test_a_site_that_is_absent_leaves_the_bits_of_one_group_less() -> None:
-    sites = founded(3, **CHOICES)
-    sites.pop().die()
-    train(sites, 45)
-    assert equal(sites[0].outer(), in_the_fixed_world(2)[0])
+    assert equal(sites[0].held(), in_the_fixed_world(len(sites), **choices))
     assert agree(sites)
 
 
@@ -147,7 +140,7 @@ class Run:
         self.sites = dict(sorted({**self.sites, index: again}.items()))
         return again
 
-    def pending(self, index: int, fragment: int) -> int:
+    def pending(self, index: int, fragment: int = 0) -> int:
         """The steps that a site holds, or has in flight, and that no record counts yet."""
         own, counted = self.sites[index].fragments[fragment], [r.of(f"s{index}") for r in self.hub.records(fragment)]
         return own.steps + (own.flight.steps if own.flight and own.flight.own not in counted else 0)
@@ -163,8 +156,8 @@ class Run:
         for index, site in self.sites.items():
             for fragment in range(len(site.fragments)):
                 counts = sum(weight for _, weight in self.counted(index, fragment))
-                lost = self.lost[index, fragment]
-                assert counts + self.pending(index, fragment) + lost == self.made[index], (index, fragment)
+                known = counts + self.pending(index, fragment) + self.lost[index, fragment]
+                assert known == self.made[index], (index, fragment)
         assert self.hub.counted()[-1] == [f"s{index}" for index in self.sites]
 
 
@@ -247,74 +240,66 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
 # While what a site contributed stands in a round that is open
 
 
-def with_a_round_open(**choices: Any) -> tuple[Run, dict[str, Any]]:
-    """Two sites, of which the first has contributed to round 1 after 8 steps, and its checkpoint of step 6."""
-    run = Run(2, **{**ONE_FRAGMENT, **choices})
+def with_a_round_open(late: str = "carry") -> tuple[Run, dict[str, Any]]:
+    """Two sites, of which the first has contributed to round 1 after 8 steps and died, and its checkpoint of step 6."""
+    run = Run(2, **ONE_FRAGMENT, late=late)
     run.train(6)
     state = run.sites[0].state()
     run.train(3, 0)
     assert run.sites[0].engine.in_flight
     assert run.hub.records() == []
+    run.die(0)
     return run, state
 
 
-def local(site: Site) -> Tensor:
-    return torch.cat([own.detach().flatten() for own in site.model.parameters()])
+@pytest.mark.parametrize(("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)])
+def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_launch(
+    late: str, has_checkpoint: bool
+) -> None:
+    run, state = with_a_round_open(late)
+    again = run.again(0, state if has_checkpoint else None)
+    before, was = again.local(), again.outer()[0]
+    assert torch.equal(before, was[: len(before)]), "what its earlier life has trained is in the round"
+    assert run.pending(0) == 0
+    run.train(10, 0)
+    assert run.hub.records() == []
+    before, was = again.local(), was.clone()
+    # The other one answers, and the round closes.
+    train([run.sites[1]], 3)
+    run.made[1] += 3
+    again.world.hear()
+    again.engine.land_due()
+    assert run.counted(0) == [(1, 8)]
+    assert again.fragments[0].applied.round == 1
+    assert torch.allclose(again.local(), before + (again.outer()[0] - was)[: len(before)], atol=1e-6)
+    assert run.pending(0) == 10
+    run.train(20)
+    run.check()
+    assert run.lost[0, 0] == 1
 
 
-def outer(site: Site) -> Tensor:
-    return site.outer()[0][: len(local(site))].clone()
-
-
-@pytest.mark.parametrize("late", ["carry", "drop"])
-def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_launch(late: str) -> None:
-    for has_checkpoint in (True, False):
-        run, state = with_a_round_open(late=late)
-        run.die(0)
-        again = run.again(0, state if has_checkpoint else None)
-        assert torch.equal(local(again), outer(again)), "what its earlier life has trained is in the round"
-        assert run.pending(0, 0) == 0
-        run.train(10, 0)
-        assert run.hub.records() == []
-        before, was = local(again), outer(again)
-        # The other one answers, and the round closes.
-        train([run.sites[1]], 3)
-        run.made[1] += 3
-        again.world.hear()
-        again.engine.land_due()
-        assert run.counted(0) == [(1, 8)]
-        assert again.fragments[0].applied.round == 1
-        assert torch.allclose(local(again), before + outer(again) - was, atol=1e-6)
-        assert run.pending(0, 0) == 10
-        run.train(20)
-        run.check()
-        assert run.lost[0, 0] == 1
-
-
-@pytest.mark.parametrize("what", ["hub dies", "site is evicted"])
-def test_who_is_killed_again_while_the_round_is_open_keeps_what_its_checkpoint_holds(what: str) -> None:
+@pytest.mark.parametrize("is_evicted", [False, True], ids=["hub_dies", "site_is_evicted"])
+def test_who_is_killed_again_while_the_round_is_open_keeps_what_its_checkpoint_holds(is_evicted: bool) -> None:
     run, state = with_a_round_open()
-    run.die(0)
     run.again(0, state)
     run.train(4, 0)
-    state, values = run.sites[0].state(), local(run.sites[0])
+    state, values = run.sites[0].state(), run.sites[0].local()
     run.train(3, 0)
     run.die(0)
-    if what == "hub dies":
-        run.hub.restart()
-        run.sites[1].mended()
-    elif what == "site is evicted":
+    if is_evicted:
         # The round closes without it, and what stood in it counts nowhere.
         run.hub.coordinator.evict("s0")
         run.lost[0, 0] += 8
+    else:
+        run.hub.restart()
+        run.sites[1].mended()
     third = run.again(0, state)
-    assert torch.equal(local(third), values)
-    assert run.pending(0, 0) == 4
-    run.train(5, 0)
-    run.train(20)
+    assert torch.equal(third.local(), values)
+    assert run.pending(0) == 4
+    run.train(25)
     run.check()
-    assert (run.counted(0)[0] == (1, 8)) is (what != "site is evicted")
-    assert run.lost[0, 0] == 1 + 3 + 8 * (what == "site is evicted")
+    assert (run.counted(0)[0] == (1, 8)) is not is_evicted
+    assert run.lost[0, 0] == 1 + 3 + 8 * is_evicted
 
 
 def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,23 +313,14 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
     site = started(0)
     other = Site(hub, 1, **ONE_FRAGMENT)
 
-    def hear(ranks: list[Site]) -> None:
-        at_once(lambda rank: rank.world.hear(), ranks)
-
     def alone(ranks: list[Site], steps: int) -> None:
-        def step(rank: Site) -> None:
-            rank.step += 1
-            train_step(rank.model, rank.optimizer, 0, rank.step)
-            rank.engine.launch_due(samples=1)
-            rank.engine.land_due()
-
         for _ in range(steps):
             hub.passes(STEP)
             other.connection.beat(other.world.follower)
-            at_once(step, ranks)
+            at_once(lambda rank: (rank.train(samples=1), rank.engine.land_due()), ranks)
 
     for _ in range(3):
-        hear(site)
+        at_once(lambda rank: rank.world.hear(), site)
         other.world.hear()
     alone(site, 6)
     states = at_once(lambda rank: rank.state(), site)
@@ -363,14 +339,12 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
     train([other], 3)
     for _ in range(3):
         # A record is heard when all ranks have what it names.
-        hear(again)
+        at_once(lambda rank: rank.world.hear(), again)
     at_once(lambda rank: list(rank.engine.land_due()), again)
     (first,) = hub.records()
     assert [own.launch for own in first.counted] == [(1, site[0].world.follower.life)]
-    for rank in again:
-        assert rank.fragments[0].applied.round == 1
-        assert rank.fragments[0].samples == 10
-    assert equal(list(again[0].model.parameters()), list(again[1].model.parameters()))
+    assert [(rank.fragments[0].applied.round, rank.fragments[0].samples) for rank in again] == [(1, 10)] * 2
+    assert torch.equal(again[0].local(), again[1].local())
 
 
 # Late, slow, and told
@@ -382,32 +356,32 @@ def test_a_site_that_drops_what_comes_too_late_mixes_all_the_same(caplog: pytest
     late = run.sites[0]
     late.die()
     run.train(4)
-    values = late.held()[len(late.outer())].flatten()
+    values = next(late.model.parameters()).detach().clone().flatten()
     late.mended()
     for _ in range(4):
         late.world.hear()
         late.engine.land_due()
     assert late.fragments[0].applied.round == 1
-    now = late.held()[len(late.outer())].flatten()
+    now = next(late.model.parameters()).detach().flatten()
     assert torch.allclose(now, 0.25 * values + 0.75 * late.outer()[0][: len(values)], atol=1e-6)
     assert "counts nowhere" in caplog.text
     run.train(30)
-    for index, fragment in ((0, 0), (0, 1)):
+    for fragment in range(2):
         # Whose first launch was too late.
-        run.lost[index, fragment] += 8 + 2 * fragment
+        run.lost[0, fragment] += 8 + 2 * fragment
     run.check()
 
 
 def slow(site: Site, waits: int) -> Site:
     """A site to which payloads take so many waits."""
-    left, held = [waits], list[Told]()
+    left, held = [waits], list[Any]()
     events, wait = site.connection.events, site.connection.wait
 
     def waited(timeout: float) -> bool:
         left[0] -= 1
         return bool(wait(timeout))
 
-    def heard() -> list[Told]:
+    def heard() -> list[Any]:
         held.extend(events())
         now = [event for event in held if left[0] <= 0 or not isinstance(event, Recorded)]
         held[:] = [event for event in held if event not in now]
@@ -487,15 +461,14 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
-def in_common(sites: list[list[Site]], rounds: Sequence[int] | None = (3, 2, 2)) -> list[dict[str, Tensor]]:
-    """The outer parameters of each site, of the fragments that all have at the same round; of all, at these rounds."""
+def in_common(sites: list[list[Site]], rounds: Sequence[int] = (3, 2, 2)) -> dict[str, Tensor]:
+    """The outer parameters of fragments that all have at the same round, which are these, and equal at all sites."""
     held = list(map(whole, sites))
     common = [{key: one[key] for key in one if all(key in other for other in held)} for one in held]
     for own in common:
-        if rounds:
-            assert [key.split(",")[0] for key in own] == [f"{p} Position(round={r}" for p, r in enumerate(rounds)]
+        assert [key.split(",")[0] for key in own] == [f"{p} Position(round={r}" for p, r in enumerate(rounds)]
         assert equal(list(own.values()), list(common[0].values()))
-    return common
+    return common[0]
 
 
 def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
@@ -517,8 +490,7 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
     assert heard == [(0, 6, 2)] * 4
     # What ranks of a site say after an inner step without a launch goes in one collective.
     assert [after - before for before, after in zip(gathered, gathered[1:], strict=False)] == [1] * 6
-    (expected, *_), (held, *_) = in_common(alone), in_common(sites)
-    assert equal(list(held.values()), list(expected.values()))
+    assert equal(list(in_common(sites).values()), list(in_common(alone).values()))
     buffers = [rank.engine.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
 
@@ -561,8 +533,7 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
         for rank in site:
             report, number = rank.engine.report(), rank.topology.group_rank
             assert report["bytes_sent"] == pytest.approx(expected["bytes_sent"] / 4, rel=0.02)
-            landed = [record for record in rank.hub.records() if record.round == 1]
-            of_site = [record.of(f"s{rank.index}") for record in landed]
+            of_site = [record.of(f"s{rank.index}") for record in rank.hub.records() if record.round == 1]
             assert report["bytes_sent"] >= sum(own.payloads[number].size for own in of_site if own) > 0
             # Of the other site with four ranks each fetches a quarter; of that with one rank 0 fetches all.
             shares = 1 / 4 + (rank is site[0])
@@ -573,12 +544,23 @@ def test_ranks_share_what_their_site_sends_and_fetches() -> None:
 # Ends
 
 
-def ended(ranks: Sequence[int], steps: int, values: Sequence[Tensor], **choices: Any) -> list[Tensor]:
-    """Ends a run of 100,000 parameters after so many steps; returns what each site holds when it is over.
-
-    Every inner step of a site makes its parameters what the values say. The end is no outer step: it changes no state
-    of the outer optimizer, and leaves nothing out that error feedback could make up for.
-    """
+@pytest.mark.parametrize(
+    ("compression", "steps", "ranks"),
+    [
+        ("fp4", 3, (4, 2, 1)),  # before anything was launched, from three values: their plain mean in float32
+        ("fp4+memory", 15, (4, 2, 1)),
+        (KEPT, 15, (4, 2, 1)),
+        (ByLink(["fp4", "sparse"], within=1000.0), 15, (1, 1, 1)),
+    ],
+    ids=["fp4", "memory", "kept", "by_link"],
+)
+def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, ranks: tuple[int, ...]) -> None:
+    """The end is no outer step: it changes no state of the outer optimizer, and leaves nothing out."""
+    values = [torch.full((WIDE,), 0.999)] * 3
+    if steps < CHOICES["sync_every"]:
+        draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
+        values = [torch.empty(WIDE).uniform_(0.5, 1.5, generator=draw) for draw in draws]
+    mean = torch.stack(values).double().mean(dim=0).float()
     before = list[tuple[Site, Any]]()
 
     def kept(rank: Site) -> Any:
@@ -595,49 +577,29 @@ def ended(ranks: Sequence[int], steps: int, values: Sequence[Tensor], **choices:
             if rank.index == 0 and not rank.topology.group_rank:
                 rank.hub.coordinator.end()
 
-    choices = {**CHOICES, **choices}
+    choices = {**CHOICES, "compression": compression, "outer_optimizer": OuterOptimizer(clip_norm=0.05)}
     sites = train_ranked(ranks, steps + 16, wide, (1,) * len(ranks), at, step, **choices)
-    assert all(rank.world.is_over for site in sites for rank in site)
     for rank, held in before:
+        assert rank.world.is_over
         torch.testing.assert_close(kept(rank), held, rtol=0, atol=0)
-    return [torch.cat(list(whole(site).values())) for site in sites]
+    for site in sites:
+        assert torch.allclose(torch.cat(list(whole(site).values())), mean, rtol=2**-8, atol=0.0)
 
 
-@pytest.mark.parametrize(
-    ("compression", "steps", "ranks"),
-    [
-        ("fp4", 3, (4, 2, 1)),  # before anything was launched, from three values: their plain mean in float32
-        ("fp4+memory", 15, (4, 2, 1)),
-        (KEPT, 15, (4, 2, 1)),
-        (ByLink(["fp4", "sparse"], within=1000.0), 15, (1, 1, 1)),
-    ],
-    ids=["fp4", "memory", "kept", "by_link"],
-)
-def test_a_run_ends_with_what_all_its_sites_hold(compression: Any, steps: int, ranks: tuple[int, ...]) -> None:
-    values = [torch.full((WIDE,), 0.999)] * 3
-    if steps < CHOICES["sync_every"]:
-        draws = [torch.Generator().manual_seed(seed) for seed in range(3)]
-        values = [torch.empty(WIDE).uniform_(0.5, 1.5, generator=draw) for draw in draws]
-    mean = torch.stack(values).double().mean(dim=0).float()
-    for outer in ended(ranks, steps, values, compression=compression, outer_optimizer=OuterOptimizer(clip_norm=0.05)):
-        assert torch.allclose(outer, mean, rtol=2**-8, atol=0.0)
+LAST, ROUNDED = [True, True], [False, False]
 
 
 def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> None:
     """Trains until the run is over, which is soon; asserts which contributions to its records were exact."""
     for _ in range(12):
-        train([site for site in sites if not site.world.is_over], 1)
-        if all(site.world.is_over for site in sites):
-            break
-    assert all(site.world.is_over for site in sites)
+        if left := [site for site in sites if not site.world.is_over]:
+            train(left, 1)
+    assert not left
     assert equal(sites[0].outer(), sites[1].outer())
     for fragment, own in enumerate(exact):
         records = sites[0].hub.records(fragment)
         assert [[one.exact for one in record.counted] for record in records] == own
         assert [record.final for record in records] == [False] * (len(own) - 1) + [True]
-
-
-LAST, ROUNDED = [True, True], [False, False]
 
 
 def test_a_run_that_ends_by_its_charter_sends_its_last_round_alone_in_float32() -> None:
@@ -720,7 +682,7 @@ def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
 # Refusals
 
 
-def test_what_a_federation_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_a_federation_cannot_do_is_refused_by_name() -> None:
     sites = founded(2, **CHOICES)
     for choice, told in (
         ({"exchange": "two_shot"}, "two_shot"),

@@ -1,4 +1,4 @@
-"""A hub in the threads of this process, with rules and without; its sites; and a line to it that can be cut."""
+"""A hub in the threads of this process, with rules and without; scripted sites; and a line to it that can be cut."""
 
 import json
 import socket
@@ -40,9 +40,10 @@ from lightning_sdiloco.federation import (
     key_of,
 )
 
-RUN = "run-1"
-SITES = ("site-a", "site-b", "a", "b", "c")
-HOLDERS = {**dict.fromkeys(SITES, "site"), "second": "hub", "boss": "operator", "viewer": "reader"}
+RUN, LENGTH = "run-1", 1000
+HOLDERS = {**dict.fromkeys(("site-a", "site-b", "a", "b", "c"), "site"), "second": "hub"}
+HOLDERS |= {"boss": "operator", "viewer": "reader"}
+TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
 
 
 def require_extra() -> None:
@@ -51,16 +52,31 @@ def require_extra() -> None:
     pytest.importorskip("cryptography")
 
 
-def make_keys(folder: Path, run: str | None = RUN) -> Path:
+def make_keys(folder: Path) -> Path:
     """Keys for a hub and holders of every role."""
-    init_keys(folder, run)
+    init_keys(folder, RUN)
     for name, role in HOLDERS.items():
         add_keys(folder, name, role)  # type: ignore[arg-type]
     return folder
 
 
+def put(site: HubClient, blob: bytes) -> str:
+    site.send(blob)
+    return key_of(blob)
+
+
+def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.01)
+
+
+# Without rules
+
+
 class Noting:
-    """Answers calls without rules: what a hub does with them is `Coordinator`'s business, and tested with it."""
+    """Answers calls without rules: what a hub does with them is `Coordinator`'s business."""
 
     def __init__(self) -> None:
         self.taken: list[tuple[str, str]] = []
@@ -107,23 +123,21 @@ class Served:
     """A hub without rules, and what it keeps blobs in."""
 
     def __init__(self, folder: Path, keys: Path | None, listen: str = "127.0.0.1:0") -> None:
-        self.keys = keys
+        self.keys, self.handler = keys, Noting()
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
-        self.handler = Noting()
         self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, beat=0.2)
         self.port = self.hub.port
         self.hub.start()
-        self.mailboxes: list[HubClient] = []
+        self.clients: list[HubClient] = []
 
-    def mailbox(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
+    def client(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
         options = {"keys": self.keys, "insecure": self.keys is None, "beat": 0.2, "run": RUN, "timeout": 5.0} | options
-        mailbox = HubClient(f"127.0.0.1:{port or self.port}", name=name, **options)
-        self.mailboxes.append(mailbox)
-        return mailbox
+        self.clients.append(HubClient(f"127.0.0.1:{port or self.port}", name=name, **options))
+        return self.clients[-1]
 
     def close(self) -> None:
-        for mailbox in self.mailboxes:
-            mailbox.close()
+        for client in self.clients:
+            client.close()
         self.hub.close(0.1)
 
 
@@ -196,24 +210,7 @@ class Line:
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def put(site: HubClient, blob: bytes) -> str:
-    """Sends a blob; returns its key."""
-    site.send(blob)
-    return key_of(blob)
-
-
-def until(true: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Waits for something to be true."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it did not come true"
-        time.sleep(0.01)
-
-
-# Scripted sites
-
-LENGTH = 1000
-TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
+# With rules
 
 
 def charter(terms: Terms = TERMS, **other: str) -> Charter:
@@ -226,23 +223,19 @@ def digest(row: np.ndarray) -> int:
 
 
 class ScriptedSite:
-    """The real follower and a real connection, with arithmetic on a few float32 values, and no model.
+    """The real follower and a real connection, with arithmetic on a few float32 values, and no model."""
 
-    One `step` is one inner step, unless training waits.
-    """
-
-    def __init__(self, connection: Any, own: Charter, seed: int = 0, now: Callable[[], float] = time.monotonic) -> None:
-        self.connection, self.site, self.now = connection, connection.site, now
+    def __init__(self, connection: HubConnection, own: Charter, seed: int = 0) -> None:
+        self.connection = connection
         self.charter = connection.agree(own)
         self.charter.require_same(own)
         terms = self.charter.terms
-        self.follower = Follower(terms, self.charter.key, self.site, connection.life)
+        self.follower = Follower(terms, self.charter.key, connection.site, connection.life)
         self.outer = list(np.random.default_rng(seed).standard_normal((terms.fragments, LENGTH)).astype(np.float32))
         self.local = [row.copy() for row in self.outer]
-        self.noise = np.random.default_rng([ord(letter) for letter in self.site])
+        self.noise = np.random.default_rng([ord(letter) for letter in connection.site])
         self.at = self.counted = self.welcomes = 0
         self.blobs: dict[str, dict[str, Any]] = {}
-        self.landed: list[MergeAction] = []
         self.told: list[str] = []
         self.states: list[str] = []
         connection.hello(self.follower)
@@ -291,17 +284,16 @@ class ScriptedSite:
         self.turn()
         return self.follower.reachable and self.follower.follows and self.follower.lag == 0
 
-    def step(self) -> bool:
-        """Makes an inner step, unless training waits; tells whether it did."""
+    def step(self) -> None:
+        """Makes an inner step, unless training waits."""
         self.hear()
-        waits = self.follower.waits(self.at, self.now()) > 0.0
+        waits = self.follower.waits(self.at, time.monotonic()) > 0.0
         if not waits and self.follower.follows and not self.follower.finished:
             self.at += 1
             for row in self.local:
                 row += self.noise.standard_normal(LENGTH).astype(np.float32) / 16
             self.follower.trained(4)
         self.turn()
-        return not waits
 
     def turn(self) -> None:
         """Says and does what is due, without an inner step."""
@@ -327,8 +319,7 @@ class ScriptedSite:
             mean += np.float32(own.weight / total) * np.frombuffer(blobs[own.payloads[0].key], np.float32)
         new = self.outer[p] - np.float32(0.7) * mean
         landing = self.follower.land(record, digest(self.outer[p]), digest(new))
-        self.landed.append(landing)
-        self.counted += record.of(self.site) is not None
+        self.counted += record.of(self.connection.site) is not None
         if landing is not MergeAction.REFUSE:
             self.place(p, new, landing)
 
@@ -346,9 +337,8 @@ class World:
     """A hub on disk, over gRPC, and scripted sites in this thread."""
 
     def __init__(self, folder: Path, keys: Path, terms: Terms = TERMS) -> None:
-        self.folder, self.keys, self.terms = folder, keys, terms
+        self.folder, self.keys, self.terms, self.port = folder, keys, terms, 0
         self.sites: dict[str, ScriptedSite] = {}
-        self.port = 0
         self.gaps: dict[str, float] = {}
         self.open: list[Any] = []
 
@@ -377,23 +367,25 @@ class World:
         header, body = self.client(name).call(call, about)
         return json.loads(body) if body else header
 
-    def run(self, true: Callable[[], object], *names: str, seconds: float = 60.0) -> None:
-        """Trains these sites, or all, until something is true, and notes the longest time that a step took."""
-        end = time.monotonic() + seconds
+    def status(self) -> dict[str, Any]:
+        return self.ask("viewer", "status")
+
+    def run(self, true: Callable[[], object]) -> None:
+        """Trains until something is true, and notes the longest time that a step of each site took."""
+        end = time.monotonic() + 60.0
         while not true():
-            assert time.monotonic() < end, f"it did not come true: {self.service.status()}"
-            for name in names or self.sites:
+            assert time.monotonic() < end, f"it did not come true: {self.status()}"
+            for name, site in self.sites.items():
                 began = time.monotonic()
-                self.sites[name].step()
+                site.step()
                 self.gaps[name] = max(self.gaps.get(name, 0.0), time.monotonic() - began)
             time.sleep(0.005)
 
-    def rounds(self, least: int, *names: str) -> None:
-        """Trains until these sites, or all, have landed so many rounds."""
-        self.run(lambda: all(min(self.sites[name].rounds) >= least for name in names or self.sites), *names)
+    def rounds(self, least: int) -> None:
+        """Trains until all have landed so many rounds."""
+        self.run(lambda: all(min(site.rounds) >= least for site in self.sites.values()))
 
     def more(self, rounds: int) -> None:
-        """Trains until all have landed so many rounds more."""
         self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds)
 
     def kill(self, name: str) -> ScriptedSite:

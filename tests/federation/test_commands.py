@@ -1,8 +1,9 @@
-"""The commands: a hub as a process that is killed and started again, what is asked of it, and its metrics."""
+"""The commands: a hub as a process that is killed and started again, what is asked of it, its metrics, the doctor."""
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -12,10 +13,13 @@ from typing import Any
 
 import pytest
 
+from lightning_sdiloco.federation import HubService, init_keys
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
-from tests.hub.hubs import RUN, World, require_agreement
+from tests.federation.hubs import RUN, World, charter, require_agreement
+
+pytestmark = pytest.mark.timeout(300)
 
 SITE: dict[str, Any] = {"state": "follows", "life": "0" * 16, "last_beat": 0.42, "rounds_behind": 1, "share": 0.75}
 SITE |= {"late": 3, "lives": 2, "bytes": 2_500_000, "bytes_per_second": 1_000_000}
@@ -50,19 +54,13 @@ class HubProcess:
 
     def end(self, number: int) -> str:
         self.process.send_signal(number)
-        rest, _ = self.process.communicate(timeout=100)
-        return rest
-
-    def status(self) -> dict[str, Any]:
-        """What a reader is told."""
-        return self.world.ask("viewer", "status")
+        return self.process.communicate(timeout=100)[0]
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.end(signal.SIGKILL)
 
 
-@pytest.mark.timeout(300)
 def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,9 +84,8 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     assert "it goes on after" in hub.start()
     world.more(2)
     # Whether a site follows, the hub that was started again learns from its next sign of life.
-    world.run(lambda: hub.status()["sites"]["a"]["state"] == "follows")
-    seen = json.loads(asked("viewer", "status", "--json"))
-    assert seen["fragments"][0]["round"] >= 5
+    world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
+    assert json.loads(asked("viewer", "status", "--json"))["fragments"][0]["round"] >= 5
     assert "follows" in asked("viewer", "status")
     with pytest.raises(SystemExit):
         asked("viewer", "hub", "end")
@@ -114,22 +111,28 @@ def test_what_is_missing_is_said(
         (["status"], "Say where the hub is"),
         (["status", "--hub", "/mnt/run", "--run", "r", "--insecure"], "hub='/mnt/run' is a folder or bucket"),
         (["doctor", "--hub", "s3://bucket/run", "--insecure"], "hub='s3://bucket/run' is a folder or bucket"),
+        (["doctor", "--hub", "127.0.0.1:1"], "Give the keys"),
         (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
     ):
         with pytest.raises(SystemExit):
             main(command)
         assert told in capsys.readouterr().err
         assert not os.listdir(tmp_path)
+    pytest.importorskip("grpc")
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="without TLS"):
+        main([*new, "--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0"])
+    assert "Metrics need prometheus_client" in capsys.readouterr().err
 
 
-def test_the_table_tells_who_is_missing_and_what_is_wrong() -> None:
+def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
     text = printed(STATUS)
     for told in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1.0 MB/s", "gone"):
         assert told in text
     assert "2 more sites are needed; here: a" in printed(FOUNDING)
-
-
-def test_a_prometheus_server_reads_what_the_status_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()
+    for kind, name, _ in SITE_METRICS.values():
+        assert f"`sdiloco_site_{name}{'_total' if kind == 'counter' else ''}`" in page
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     asked = []
 
@@ -144,8 +147,8 @@ def test_a_prometheus_server_reads_what_the_status_says() -> None:
             server.close()
         return text.splitlines()
 
-    told = scraped(STATUS)
-    for line in (
+    lines = scraped(STATUS)
+    assert {
         'sdiloco_records{run="llm"} 14.0',
         'sdiloco_trouble{run="llm"} 1.0',
         'sdiloco_site_state{run="llm",site="a",state="follows"} 1.0',
@@ -157,27 +160,69 @@ def test_a_prometheus_server_reads_what_the_status_says() -> None:
         'sdiloco_site_sent_bytes_total{run="llm",site="a"} 2.5e+06',
         'sdiloco_fragment_round{fragment="1",run="llm"} 7.0',
         'sdiloco_fragment_waits_for{fragment="0",run="llm",site="b"} 1.0',
-    ):
-        assert line in told, line
-    assert not [line for line in told if line.startswith('sdiloco_site_last_beat_seconds{run="llm",site="b"}')]
-    assert any(line.startswith("process_resident_memory_bytes") for line in told)
-    # Whoever asks often does not keep the hub from its work.
-    assert len(asked) == 1
+    } <= set(lines)
+    assert not [line for line in lines if line.startswith('sdiloco_site_last_beat_seconds{run="llm",site="b"}')]
+    assert any(line.startswith("process_resident_memory_bytes") for line in lines)
+    assert len(asked) == 1, "whoever asks often does not keep the hub from its work"
     assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING)
     with pytest.raises(ValueError, match="no address"):
         MetricsServer("9400", lambda: STATUS)
-    page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()
-    for kind, name, _ in SITE_METRICS.values():
-        assert f"`sdiloco_site_{name}{'_total' if kind == 'counter' else ''}`" in page
 
 
-def test_without_the_package_a_hub_with_metrics_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
+    world: World, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("grpc")
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    command = ["hub", "--run", "r", "--insecure", "--sites", "1", "--listen", "127.0.0.1:0"]
-    command += ["--ledger", str(tmp_path / "hub.sqlite"), "--metrics", "127.0.0.1:0"]
-    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="without TLS"):
-        main(command)
-    assert "Metrics need prometheus_client" in capsys.readouterr().err
+    hub, bundle = world.start(sites=1), ["--keys", str(keys / "a.bundle")]
+
+    def examined(*options: str, code: int = 0, port: int = hub.port) -> dict[str, Any]:
+        """What it says as JSON, by the names of what was looked at."""
+        arguments = ["doctor", "--hub", f"127.0.0.1:{port}", "--seconds", "0.2", "--json", *options]
+        if code:
+            with pytest.raises(SystemExit) as ended:
+                main(arguments)
+            assert ended.value.code == code
+        else:
+            main(arguments)
+        told = json.loads(capsys.readouterr().out)
+        assert told["ok"] is not bool(code)
+        return told | {finding["check"]: finding for finding in told["findings"]}
+
+    told = examined(*bundle)
+    assert f"site a in run {RUN}, valid until 20" in told["keys"]["found"]
+    assert told["keys"]["found"].endswith("for 364 days")
+    assert 0 < told["round_trip"] < 1
+    # Loopback; bounded bytes.
+    assert min(told["bits_per_second_to_hub"], told["bits_per_second_from_hub"]) > 1e6
+    assert told["run"]["found"] == "not founded yet: 1 more sites are needed; here: none"
+    own = init_keys(tmp_path / "others", RUN)
+    told = examined("--keys", str(own), code=1)
+    assert "handshake" in told["hub"]["found"].lower()
+    assert "another authority" in told["hub"]["fix"]
+    told = examined("--keys", str(keys / "a.bundle"), "--run", "run-2", code=1)
+    assert "These keys are for run 'run-1', and not for run='run-2'" in told["findings"][-1]["found"]
+    told = examined("--insecure", "--run", RUN, code=1)
+    assert "a hub with keys takes nobody without" in told["hub"]["fix"]
+    world.join("a")
+    world.run(lambda: hub.status()["founded"])
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closed = listening.getsockname()[1]
+    # With the keys of a site that trains, which goes on.
+    told = examined("--hub", f"127.0.0.1:{closed}, 127.0.0.1:{hub.port}", *bundle)
+    world.rounds(1)
+    assert f"founded on charter {charter().key[:8]}" in told["run"]["found"]
+    assert "2 tensors in 2 fragments, sync_every=8" in told["charter"]["found"]
+    assert told["status"]["charter"]["settings"] == {"compression": "'none'"}
+    assert told["reachability"]["state"] == "slow"
+    assert f"127.0.0.1:{closed}: connection refused" in told["reachability"]["found"]
+    hub.close()
+    told = examined(*bundle, code=1)
+    assert told["reachability"]["found"] == f"127.0.0.1:{hub.port}: connection refused"
+    assert f"--listen 0.0.0.0:{hub.port}" in told["reachability"]["fix"]
+    with pytest.warns(UserWarning, match="without TLS"):
+        service = HubService(RUN, tmp_path / "open.sqlite", 1, insecure=True)
+    service.start()
+    try:
+        told = examined("--insecure", "--run", "run-2", code=1, port=service.port)
+    finally:
+        service.close()
+    assert "this hub serves run 'run-1', and not 'run-2'" in told["hub"]["found"]

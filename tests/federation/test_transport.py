@@ -1,0 +1,473 @@
+"""The way to a hub: strict messages, strangers who are refused, and lines that break and are found again."""
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.federation import (
+    ROLES,
+    Altered,
+    BlobStore,
+    Busy,
+    Denied,
+    Event,
+    HubClient,
+    HubError,
+    HubUnreachable,
+    Missing,
+    NoSpace,
+    add_keys,
+    client,
+    init_keys,
+    key_of,
+    revoke_keys,
+)
+from lightning_sdiloco.federation import keys as keys_module
+from lightning_sdiloco.federation.client import _checked_parts
+from lightning_sdiloco.federation.keys import MAY, host_of, load
+from lightning_sdiloco.federation.server import MAX_EVENTS
+from lightning_sdiloco.federation.wire import CHUNK, MAX_HEADER, MAX_MESSAGE, PROTOCOL, checked_size, pack, unpack
+from tests.federation.hubs import RUN, Line, Served, put, serving, until
+
+
+@given(st.binary(max_size=200))
+def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) -> None:
+    header = {"number": 7, "of": {"nested": [1.5, None, True, "Zürich"]}}
+    assert unpack(pack(header, b"bytes")) == (header, b"bytes")
+    with contextlib.suppress(Malformed):
+        unpack(garbage)
+    texts = (b"[]", b"7", b"{'a': 1}", b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1, "a": 2}')
+    texts += (b'{"a": {"b": 1, "b": 2}}', b"\xff\xfe", b'{"a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}")
+    texts += (b'{"a": ' + b"9" * 20_000 + b"}", json.dumps({"a": "x" * MAX_HEADER}).encode())
+    cut = (b"", b"\0\0\0", struct.pack(">I", 3) + b"{}", struct.pack(">I", 0xFFFFFFFF) + b"{}")
+    for data in (*cut, *(struct.pack(">I", len(text)) + text for text in texts)):
+        with pytest.raises(Malformed):
+            unpack(data)
+    for header, body in (({"a": float("nan")}, b""), ({"a": object()}, b""), ({"a": "x" * MAX_HEADER}, b"")):
+        with pytest.raises(Malformed):
+            pack(header, body)
+    with pytest.raises(Malformed):
+        pack({}, bytes(CHUNK + 1))
+
+
+def test_sizes_and_what_is_missing_of_a_blob_are_checked() -> None:
+    for size in (-1, 1.0, True, "1", None, [1]):
+        with pytest.raises(Malformed):
+            checked_size(size, 10, "blob")
+    with pytest.raises(Refused, match="too large"):
+        checked_size(11, 10, "blob")
+    assert _checked_parts([[0, 1], [2, 3]], 3)
+    for parts in (None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]):
+        with pytest.raises(Malformed):
+            _checked_parts(parts, 3)
+
+
+# Strangers and members. After each the hub serves on
+
+
+@pytest.fixture
+def served(of_module: Served) -> Iterator[Served]:
+    yield of_module
+    site = of_module.client("site-b")
+    assert site.call("ping", body=b"still there?") == ({}, b"still there?")
+    assert site.get(put(site, b"still there")) == b"still there"
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """The status with which gRPC ends a call."""
+    import grpc
+
+    with pytest.raises(grpc.RpcError) as raised:
+        call()
+    return str(raised.value.code().name)
+
+
+def channel_to(port: int, authority: bytes, *own: bytes) -> Any:
+    """A channel of a stranger that does not mind whom it speaks to."""
+    import grpc
+
+    credentials = grpc.ssl_channel_credentials(authority, *own)
+    return grpc.secure_channel(f"127.0.0.1:{port}", credentials, [("grpc.ssl_target_name_override", host_of(RUN))])
+
+
+def ping(channel: Any, message: bytes | None = None) -> Any:
+    who = {"run": RUN, "role": "site", "name": "site-a", "life": "1", "protocol": PROTOCOL}
+    message = pack({"from": who, "call": "ping"}) if message is None else message
+    return channel.unary_unary("/sdiloco.Hub/call")(message, timeout=5)
+
+
+def claiming(served: Served, **other: str) -> HubClient:
+    """A member that claims what its certificate does not say."""
+    site = served.client("site-a")
+    site.identity = site.identity._replace(**other)
+    return site
+
+
+def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
+    served: Served, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import grpc
+
+    with pytest.warns(UserWarning, match="insecure=True"):
+        without_tls = served.client("site-a", keys=None, insecure=True)
+    init_keys(tmp_path / "keys", RUN)
+    other = add_keys(tmp_path / "keys", "site-a")
+    expired = add_keys(keys, "forgotten", days=-1)
+
+    class Earlier(datetime.datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return super().now(tz) - datetime.timedelta(days=2)
+
+    with monkeypatch.context() as patch:
+        # Its own look at the date would refuse it before it comes to the hub.
+        patch.setattr(keys_module.datetime, "datetime", Earlier)
+        late = served.client("forgotten", keys=expired)
+    strangers = (without_tls, None), (late, None), (served.client("site-a", keys=tmp_path / "keys"), "same authority")
+    for stranger, told in strangers:
+        with pytest.raises(HubUnreachable, match=told):
+            stranger.call("ping")
+    authority, own = load(keys, "site-a").authority, load(other)
+    for certificate in ((), (own.key, own.certificate)):
+        with channel_to(served.port, authority, *certificate) as channel:
+            assert refusal(lambda channel=channel: ping(channel)) == "UNAVAILABLE"
+    # A site refuses who passes for the hub: one of another authority, and a site of its own.
+    with serving(tmp_path, tmp_path / "keys") as false, pytest.raises(HubUnreachable, match="same authority"):
+        served.client("site-a", port=false.port).send(b"secret")
+    site = load(keys, "site-b")
+    server = grpc.server(None)
+    port = server.add_secure_port(
+        "127.0.0.1:0", grpc.ssl_server_credentials([(site.key, site.certificate)], site.authority, True)
+    )
+    server.start()
+    with pytest.raises(HubUnreachable):
+        served.client("site-a", port=port).call("ping")
+    server.stop(None).wait()
+
+
+def test_garbage(served: Served, keys: Path) -> None:
+    words = [b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b""]
+    for number in range(200):
+        with socket.create_connection(("127.0.0.1", served.port), timeout=5) as stranger:
+            stranger.sendall(words[number % len(words)] + os.urandom(number * 20))
+    # Behind a certificate.
+    own = load(keys, "site-a")
+    headers = ({}, {"from": 1}, {"from": {"run": RUN}}, {"from": {"run": 1, "role": 2, "name": 3, "life": 4}})
+    with channel_to(served.port, own.authority, own.key, own.certificate) as channel:
+        for message in (*map(os.urandom, range(50)), *map(pack, headers)):
+            assert refusal(lambda message=message: ping(channel, message)) == "INVALID_ARGUMENT"
+        # Refused by its length, before memory is taken.
+        assert refusal(lambda: ping(channel, bytes(MAX_MESSAGE + 1))) == "RESOURCE_EXHAUSTED"
+        empty = channel.stream_unary("/sdiloco.Hub/put")
+        assert refusal(lambda: empty(iter([]), timeout=5)) == "INVALID_ARGUMENT"
+
+
+def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
+    served: Served, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for claim in ({"name": "site-b"}, {"role": "operator"}, {"name": "boss", "role": "operator"}):
+        with pytest.raises(Denied, match="certificate of site 'site-a' does not speak for"):
+            claiming(served, **claim).call("ping")
+    # Nor in what it says, nor in its signs of life.
+    site, about = served.client("site-a"), {"site": "site-b"}
+    for say in (
+        lambda: site.send(b"payload", about),
+        lambda: site.call("contribute", about),
+        lambda: next(site.events(lambda: about)),
+        lambda: list(served.client("site-a").events(dict, lambda: about)),
+    ):
+        with pytest.raises(Denied, match="site 'site-a' does not speak for 'site-b'"):
+            say()
+    with pytest.raises(Denied, match="serves run 'run-1', and not 'run-2'"):
+        claiming(served, run="run-2").call("ping")
+    # The same authority, and a certificate for another run.
+    other = tmp_path / "keys"
+    other.mkdir()
+    for name in ("ca.key", "ca.pem"):
+        (other / name).write_bytes((keys / name).read_bytes())
+    (other / "run").write_text("run-2\n")
+    add_keys(other, "site-a")
+    with monkeypatch.context() as patch:
+        # It would look for the hub of its own run, and not find it.
+        patch.setattr(client, "host_of", lambda run: host_of(RUN))
+        stranger = served.client("site-a", run="run-2", keys=other)
+    stranger.identity = stranger.identity._replace(run=RUN)
+    with pytest.raises(Denied, match="certificate is for run 'run-2'"):
+        stranger.call("ping")
+    add_keys(keys, "leaver")
+    leaver = served.client("leaver")
+    leaver.call("ping")
+    revoke_keys(keys, "leaver")
+    with pytest.raises(Denied, match="has been revoked"):
+        leaver.call("ping")
+    with monkeypatch.context() as patch:
+        patch.setattr(client, "PROTOCOL", 0)
+        with pytest.raises(Refused, match="update the older side"):
+            served.client("site-a").call("ping")
+
+
+def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served) -> None:
+    members = dict(zip(ROLES, map(served.client, ("second", "site-a", "boss", "viewer")), strict=True))
+    assert {member.identity.role for member in members.values()} == set(ROLES)
+    acts: dict[str, Callable[[HubClient], Any]] = {
+        "put": lambda member: member.send(b"blob"),
+        "get": lambda member: member.get(served.store.put(b"blob")),
+        "watch": lambda member: next(member.events(dict)),
+    }
+    for member in members.values():
+        role = member.identity.role
+        for call in (*MAY, "shutdown"):
+            act = acts.get(call, lambda member, call=call: member.call(call))
+            if role in MAY.get(call, ()):
+                act(member)
+            else:
+                with pytest.raises(Denied, match=f"may not call {call}"):
+                    act(member)
+
+
+def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(served: Served) -> None:
+    site = served.client("site-a")
+
+    def announced(blob: bytes, **wrong: Any) -> dict[str, Any]:
+        return site._header({}) | {"key": key_of(blob), "size": len(blob)} | wrong
+
+    for wrong, told in (
+        ({"size": 1 << 60}, "too large"),
+        ({"size": -1}, "whole number"),
+        ({"size": "7"}, "whole number"),
+        ({"key": "../../../etc/passwd"}, "no key"),
+        ({"about": [1]}, "JSON object"),
+    ):
+        with pytest.raises(Refused, match=told):
+            site._sent(announced(b"payload", **wrong), memoryview(b"payload"), 5)
+        assert not os.listdir(Path(served.store.url) / "incomplete")
+    put_call = site._method("stream_unary", "put")
+    for pieces in ([b""], [bytes(CHUNK)] * 3, [bytes(CHUNK + 9)]):
+        sent = iter([pack(announced(b"", key=key_of(os.urandom(8)), size=CHUNK + 8)), *pieces])
+        assert refusal(lambda sent=sent: put_call(sent, timeout=5)) == "INVALID_ARGUMENT"
+    blob = bytes(3 * CHUNK)
+    flipped = bytearray(blob)
+    flipped[CHUNK] ^= 1
+    with pytest.raises(HubError, match="not those that were announced"):
+        site._sent(announced(blob), memoryview(flipped), 10)
+    with pytest.raises(HubError):
+        site.get(key_of(blob))
+    # A size that a record says is checked before memory is taken.
+    small = served.client("site-a", max_blob=4 * CHUNK)
+    key = put(small, bytes(CHUNK))
+    with pytest.raises(Refused, match="too large"):
+        small.get(key, 1 << 60)
+    with pytest.raises(Malformed, match=r"has 262,143 bytes, and the hub says 262,144"):
+        small.get(key, CHUNK - 1)
+    assert small.get(key, CHUNK) == bytes(CHUNK)
+
+
+def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = served.client("site-a")
+    key, other = put(site, b"old"), put(site, bytes(3 * CHUNK))
+    served.store.retain([other], age=0)
+    with pytest.raises(Missing, match=key):
+        site.get(key)
+    with (Path(served.store.url) / "blobs" / other).open("rb+") as file:
+        file.write(b"\x01")
+    with pytest.raises(Altered, match=other):
+        site.get(other)
+
+    def full(store: BlobStore, key: str, size: int) -> None:
+        raise NoSpace("there is no space left: nothing was stored.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BlobStore, "begin", full)
+        with pytest.raises(NoSpace, match="no space left"):
+            site.send(b"blob")
+
+
+# A hub of its own, to which the line breaks
+
+
+@pytest.fixture
+def hub(keys: Path, tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path, keys) as served:
+        yield served
+
+
+@pytest.fixture
+def line(hub: Served) -> Iterator[Line]:
+    line = Line(hub.port)
+    yield line
+    line.close()
+
+
+def quickly(call: Callable[[], object], seconds: float = 1.0) -> None:
+    began = time.monotonic()
+    with pytest.raises(HubUnreachable):
+        call()
+    assert time.monotonic() - began < seconds
+
+
+def test_a_later_life_of_a_site_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
+    hub: Served,
+) -> None:
+    with pytest.raises(Refused, match="another charter"):
+        next(hub.client("site-a").events(lambda: {"refused": True}))
+    with pytest.raises(Malformed):
+        next(hub.client("site-a").events(lambda: [1]))  # type: ignore[arg-type,return-value]
+    assert hub.handler.seen == [], "who is not let in was not there"
+    earlier, later = hub.client("site-a"), hub.client("site-a")
+    # What is sent again is known.
+    for site, said in ((earlier, "open"), (later, "known")):
+        assert site.send(b"payload", {"site": "site-a", "round": 1}) == {"said": said}
+    assert hub.handler.taken == [("site-a", key_of(b"payload"))]
+    with pytest.raises(Refused, match="another size"):
+        later.send(b"payload", {"size": 8})
+    first, second = earlier.events(dict), later.events(dict)
+    assert next(first) == next(second) == Event("welcome", {"to": "site-a"})
+    with pytest.raises(Refused, match="watches from elsewhere"):
+        list(first)
+    with pytest.raises(Busy, match="in use by a living process"):
+        earlier.send(b"from the grave")
+    assert later.send(b"alive") == {"said": "open"}
+    watching = {"site-a": second} | {name: hub.client(name).events(dict) for name in ("site-b", "viewer")}
+    for name in ("site-b", "viewer"):
+        assert next(watching[name]) == Event("welcome", {"to": name})
+    hub.handler.push(Event("call", {"round": 3}), to=["site-b"])
+    hub.handler.push(Event("payload", {"round": 3}, b"bytes"))
+    assert next(watching["site-b"]) == Event("call", {"round": 3})
+    for events in watching.values():
+        assert next(events) == Event("payload", {"round": 3}, b"bytes")
+    until(lambda: "beat site-a" in hub.handler.seen)
+    # Nobody took the place of the later one.
+    assert f"gone site-a {earlier.life[:2]}" not in hub.handler.seen
+    later.close()
+    until(lambda: f"gone site-a {later.life[:2]}" in hub.handler.seen)
+    quickly(lambda: later.call("ping"))
+
+
+def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: Served) -> None:
+    slow, quick = (hub.client(name).events(dict) for name in ("site-a", "viewer"))
+    hub.handler.record(b"record")
+    assert next(slow).kind == next(quick).kind == "record"
+    for session in list(hub.hub._sessions):
+        if session.peer.name == "site-a":
+            session._waiting.extend([Event("filling", {})] * (MAX_EVENTS + 2))
+    hub.hub.push(Event("more", {}))
+    assert next(quick).kind == "more"
+    until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
+
+
+def test_a_hub_that_dies_and_comes_back_is_found_again_and_where_none_is_every_call_ends_soon(
+    keys: Path, tmp_path: Path
+) -> None:
+    seen: list[Event] = []
+    first = Served(tmp_path, keys)
+    site = first.client("site-a")
+    first.clients.clear()
+    key = put(site, b"blob")
+    watcher = threading.Thread(target=lambda: seen.extend(site.events(dict)))
+    watcher.start()
+    until(lambda: "hello" in "".join(first.handler.seen))
+    first.close()
+    # What waits in events hears of it; what is called meanwhile ends at once.
+    until(lambda: not site.reachable)
+    for call in (lambda: site.send(b"other"), lambda: site.get(key_of(b"other")), lambda: site.call("ping")):
+        quickly(call)
+    with serving(tmp_path, keys, listen=f"127.0.0.1:{first.port}") as second:
+        second.handler.record(b"after")
+        until(lambda: site.reachable)
+        assert site.get(key) == b"blob"
+        site.send(b"other")
+        site.close()
+        watcher.join(20)
+    assert not watcher.is_alive()
+    assert seen[0].kind == "welcome"
+    assert "lost" in [event.kind for event in seen]
+
+
+def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Served, line: Line) -> None:
+    site = hub.client("site-a", port=line.port)
+    events = site.events(dict)
+    assert next(events).kind == "welcome"
+    with ThreadPoolExecutor() as pool:
+        heard = pool.submit(next, events)
+        time.sleep(0.5)
+        assert not heard.done()
+        line.flows.clear()
+        waiting = pool.submit(site.send, os.urandom(20 * CHUNK))
+        event = heard.result(10)
+        assert event.kind == "lost"
+        assert "silent" in event.header["why"]
+        with pytest.raises(HubUnreachable):
+            waiting.result(3)
+        quickly(lambda: site.get(key_of(b"")))
+        line.flows.set()
+        # It is the next event that connects again.
+        hub.handler.record(b"record")
+        assert pool.submit(next, events).result(20).kind in ("record", "lost")
+        site.close()
+
+
+def test_a_cut_just_as_a_site_says_hello_is_noticed_and_lines_that_lead_nowhere_are_made_again(
+    hub: Served, line: Line
+) -> None:
+    site = hub.client("site-a", port=line.port, timeout=30.0, channels=2)
+    hears = hub.handler.hello
+
+    def cut_off(*said: Any) -> Any:
+        # What the hub answers goes nowhere; it hears the next one.
+        hub.handler.hello = hears
+        line.forget()
+        return hears(*said)
+
+    hub.handler.hello = cut_off
+    hub.handler.record(b"record")
+    events = site.events(dict)
+    with ThreadPoolExecutor() as pool:
+        assert "silent for 0.8 s" in pool.submit(next, events).result(10).header["why"]
+        assert pool.submit(next, events).result(10).kind == "record"
+        key = put(site, os.urandom(4 * CHUNK))
+        heard = pool.submit(next, events)
+        line.forget()
+        assert heard.result(10).kind == "lost"
+        # TCP and gRPC would find out in some ten seconds.
+        began = time.monotonic()
+        assert pool.submit(next, events).result(30).kind == "record"
+        assert len(site.get(key)) == 4 * CHUNK
+        assert time.monotonic() - began < 5
+        site.close()
+
+
+def test_blobs_travel_at_the_same_time_and_what_has_arrived_is_not_sent_again(hub: Served, line: Line) -> None:
+    site = hub.client("site-a", port=line.port, channels=4)
+    site.call("ping")
+    blob, other = os.urandom(40 * CHUNK), os.urandom(40 * CHUNK)
+    line.passed["up"], line.cut_after["up"] = 0, 20 * CHUNK
+    assert hub.store.get(put(site, blob)) == blob
+    # What was on its way in buffers is lost: some chunks for each connection.
+    assert len(blob) <= line.passed["up"] < 1.6 * len(blob)
+    key = hub.store.put(other)
+    line.passed["down"], line.cut_after["down"] = 0, 20 * CHUNK
+    assert site.get(key) == other
+    assert len(blob) <= line.passed["down"] < 2 * len(blob)
+    sites = [hub.client(name) for name in ("site-a", "site-b")]
+    blobs = [os.urandom(5 * CHUNK + number) for number in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        keys = list(pool.map(lambda number: put(sites[number % 2], blobs[number]), range(6)))
+        assert list(pool.map(lambda number: sites[1 - number % 2].get(keys[number]), range(6))) == blobs
+        # Both send the same.
+        same = os.urandom(9 * CHUNK)
+        assert list(pool.map(lambda site: put(site, same), sites)) == [key_of(same)] * 2
+    assert not os.listdir(Path(hub.store.url) / "incomplete")
