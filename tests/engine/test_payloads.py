@@ -28,8 +28,8 @@ from lightning_sdiloco.compression import (
     resolve,
 )
 from tests.engine.groups import Groups, outer_state, with_links
-from tests.engine.sites import agree, equal, founded, train
 from tests.engine.test_every_way import LINKS, MENU
+from tests.federation.sites import agree, equal, founded, train
 from tests.training import LAYERS, mlp
 
 
