@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm import AUTO, Settings
 from lightning_sdiloco.engine import (
     Restart,
     StreamingDiLoCo,
@@ -51,7 +51,6 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
-from lightning_sdiloco.lightning.groups import waiting_for_all
 from lightning_sdiloco.lightning.host.patching import replace
 from lightning_sdiloco.lightning.model_format import Checkpoint, Load
 
@@ -139,7 +138,7 @@ class Checkpointer:
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
-        self._options.settings = self._options.auto.restored(self._options.settings.taken_from(saved), saved)
+        self._options.restore(saved)
         if other := Settings.differences(saved, self._settings()):
             raise ValueError(
                 f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
@@ -221,7 +220,7 @@ class Checkpointer:
         if self._groups.is_alone:
             self._save_alone(state, path)
             return
-        with waiting_for_all(self._groups, ("trainer.save_checkpoint, which all ranks must call",), engine):
+        with self._groups.waiting(("trainer.save_checkpoint, which all ranks must call",), engine):
             saved = write_ranks(path, topology, state, self._layout(), self._settings(), self._advice)
         path = saved.path
         replaced = [other for other, own in self._standing.items() if own and other != path]
@@ -291,8 +290,8 @@ class Checkpointer:
     def _settings(self) -> dict[str, str]:
         auto, settings = self._options.auto, self._options.settings
         # What suits sync_every is known once the planner has chosen that.
-        chosen = settings if auto.names else settings.chosen_for(self._groups.topology.num_groups)
-        return auto.described(chosen.fixed_by_a_checkpoint())
+        chosen = settings if auto else settings.chosen_for(self._groups.topology.num_groups)
+        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(auto, repr(AUTO))}
 
     def _layout(self) -> dict[str, int]:
         return self._format.saved_layout(self._groups.topology)

@@ -29,7 +29,7 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device, waiting_for_all
+from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import FABRIC, check_without_trainer
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
@@ -80,9 +80,9 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         own = {name: value for name, value in given.items() if name not in shared or name in _OF_TRAINER}
         refuse_others(type(self), own)
         options = Options.of({**shared, **given, "worker_groups": worker_groups})
-        if options.auto.names:
+        if options.auto:
             raise ValueError(
-                f"{options.auto.names[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
+                f"{options.auto[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
                 " inner steps. Give a number; `sdiloco plan` says which suits a link."
             )
         check_ddp_kwargs(own.get("ddp_kwargs"))
@@ -303,7 +303,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         saved_alone, self._saved_alone = self._saved_alone, False
         if saved_alone and self._is_alone:
             return
-        with waiting_for_all(self._groups, args, self.engine):
+        with self._groups.waiting(args, self.engine):
             super().barrier(*args, **kwargs)
 
     # Checkpoints hold the outer model, and beside it a file per rank

@@ -137,21 +137,18 @@ class Fit(FitState, _Base):
         # A callback that looks for a learning rate has trained in this fit before.
         self._count_anew()
         self.requests = Requests(engine)
-        self.options.auto.start()
+        self.options.start()
         for optimizer in optimizers:
             if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
                 # In manual optimization they may be stepped without Lightning's wrapper.
-                optimizer.register_step_post_hook(self._note_step)
+                optimizer.register_step_post_hook(lambda *_: setattr(self, "stepped", True))
         self.checkpointer.resume(engine)
         engine.join()
         self._announce(engine)
 
-    def _note_step(self, *_: Any) -> None:
-        self.stepped = True
-
     def _announce(self, engine: StreamingDiLoCo) -> None:
         # What is left to the planner is told once it has chosen.
-        if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto.names:
+        if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto:
             # Lightning says -1 where loaders have no length and nothing else ends the fit.
             if 0 <= (steps := self.trainer.estimated_stepping_batches) < math.inf and not self.trainer.fast_dev_run:
                 warn_of_few_rounds(engine.schedule, int(steps))
@@ -246,20 +243,19 @@ class Fit(FitState, _Base):
             self.epochs.collect(landings[-1].launched_at)
         if self._announcement is not None:
             self._announcement.step()
-        if self.options.auto.step(self.options.settings.sync_every - engine.steps_in_rounds):
+        if self.options.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self._choose(engine)
         return landings
 
     def _choose(self, engine: StreamingDiLoCo) -> None:
         self.groups.meet()
-        trainer, auto, is_planned = self.trainer, self.options.auto, self.options.auto.names != ("exchange",)
-        chosen = auto.choose(self.options.settings, trainer.lightning_module, self.groups.topology)
-        self.options.settings = chosen
-        engine.choose(chosen)
+        trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
+        options.choose(trainer.lightning_module, self.groups.topology)
+        engine.choose(options.settings)
         self._results.fragments = engine.fragments
         self._announce(engine)
         if trainer.is_global_zero and is_planned:
-            tell(engine.settings, len(engine.fragments), auto.measured, trainer.loggers, trainer.global_step)
+            tell(engine.settings, len(engine.fragments), options.measured, trainer.loggers, trainer.global_step)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
         """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those."""

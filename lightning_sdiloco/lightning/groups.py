@@ -156,9 +156,8 @@ class ConnectedGroups:
         if self.is_alone or not self.is_connected:
             return decision
         self.meet()
-        votes = self.topology.world.all_gather(torch.tensor([int(decision)], device=device))
-        count = sum(int(vote) for vote in votes)
-        return count == len(votes) if all else count > 0
+        votes = [int(vote) for vote in self.topology.world.all_gather(torch.tensor([int(decision)], device=device))]
+        return min(votes) == 1 if all else max(votes) == 1
 
     def mean_over_all(self, numbers: Mapping[str, float]) -> dict[str, float]:
         """Returns the means over all ranks of the numbers that all ranks have; nothing after an exception."""
@@ -168,6 +167,23 @@ class ConnectedGroups:
         ranks = self.topology.world.all_gather_object(dict(numbers))
         common = [name for name in numbers if all(name in rank for rank in ranks)]
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in common}
+
+    @contextmanager
+    def waiting(self, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
+        """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a block."""
+        self.meet()
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.is_connected:
+                raise
+            in_flight = list(engine.in_flight) if engine is not None else []
+            raise ExchangeError(
+                f"This rank, of worker group {self.topology.group_index}, waited for all others at"
+                f" {names or 'a barrier'} and they did not come; fragments in flight: {in_flight or 'none'}. Other"
+                " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
+                " set here alone."
+            ) from error
 
 
 def only_device(host: Any) -> torch.device | None:
@@ -224,23 +240,6 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
     if not stays:
         groups.meet()
     return stays
-
-
-@contextmanager
-def waiting_for_all(groups: ConnectedGroups, names: Sequence[Any], engine: StreamingDiLoCo | None) -> Iterator[None]:
-    """Explains what may be wrong if the others do not reach a barrier at which this rank waits in a ``with`` block."""
-    groups.meet()
-    try:
-        yield
-    except RuntimeError as error:
-        if not groups.is_connected:
-            raise
-        in_flight = list(engine.in_flight) if engine is not None else []
-        raise ExchangeError(
-            f"This rank, of worker group {groups.topology.group_index}, waited for all others at {names or 'a barrier'}"
-            f" and they did not come; fragments in flight: {in_flight or 'none'}. Other groups have stopped, or are"
-            " still training because their data is longer or trainer.should_stop was set here alone."
-        ) from error
 
 
 class BatchWatch:

@@ -227,11 +227,9 @@ class StreamingDiLoCoMonitorMixin(_Base):
         self._ahead = time.time() - time.perf_counter()
         self._fragments, self._done = (), None
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        self._begin(trainer, pl_module)
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._begin(trainer, pl_module)
+        # Lightning calls no hook at the start of an idle batch.
+        self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
         engine = trainer.strategy.engine
         if engine.inner_steps == self._step:
             return
@@ -296,19 +294,15 @@ class StreamingDiLoCoMonitorMixin(_Base):
         for landing in landings if self._file is not None else ():
             rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
             told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
-            told["final"] = final
-            spans = {name: self._on_clock(span) for name, span in told.pop("spans").items()}
             diagnostics = told.pop("diagnostics")
-            self._write("landing", **told, spans=spans, diagnostics=diagnostics and diagnostics._asdict())
+            self._write("landing", **told, final=final, diagnostics=diagnostics and diagnostics._asdict())
 
-    def _begin(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         engine = trainer.strategy.engine
         if self._done is not None or engine is None:
             return
         self._done, self._step = time.perf_counter(), engine.inner_steps
         topology, settings = engine.topology, engine.settings
-        if self._file is not None and self._file.tell():
-            self._append("")  # what was here before may end within a line
         self._write(
             "start",
             rank=trainer.global_rank,
@@ -343,18 +337,26 @@ class StreamingDiLoCoMonitorMixin(_Base):
             self._write("loss", step=step, loss=loss)
 
     def _write(self, kind: str, **told: Any) -> None:
-        for name in ("time", "done"):
-            if name in told:
-                told[name] = round(self._ahead + told[name], 6)
-        if "span" in told:
-            told["span"] = self._on_clock(told["span"])
-        if self._file is not None:
-            self._append(json.dumps({"kind": kind, **told}))
+        """Writes a line; a disk without room ends the record, and not the training that it is about.
 
-    def _append(self, line: str) -> None:
-        """Writes a line; a disk without room ends the record, and not the training that it is about."""
+        Moments of ``time.perf_counter()`` become seconds since 1970 on this rank's clock, to a microsecond.
+        """
+        if self._file is None:
+            return
+
+        def on_clock(*moments: float) -> list[float]:
+            return [round(self._ahead + moment, 6) for moment in moments]
+
+        for name in told.keys() & {"time", "done"}:
+            (told[name],) = on_clock(told[name])
+        if "span" in told:
+            told["span"] = on_clock(*told["span"])
+        if "spans" in told:
+            told["spans"] = {name: on_clock(*span) for name, span in told["spans"].items()}
+        # What was here before the start may end within a line.
+        begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
-            self._file.write(line + "\n")
+            self._file.write(f"{begins}{json.dumps({'kind': kind, **told})}\n")
         except OSError as error:
             path = self._file.name
             self._close()
@@ -364,10 +366,6 @@ class StreamingDiLoCoMonitorMixin(_Base):
                 path,
                 error,
             )
-
-    def _on_clock(self, span: Span) -> Span:
-        """Converts moments of ``time.perf_counter()`` to seconds since 1970 on this rank's clock, to a microsecond."""
-        return round(self._ahead + span[0], 6), round(self._ahead + span[1], 6)
 
     def _close(self) -> None:
         if self._file is not None:

@@ -63,74 +63,130 @@ class Measured(NamedTuple):
 
 
 @dataclass
-class AutoSettings:
-    """The settings that are left to the planner, until it has chosen them."""
+class Options:
+    """The choices that all strategies have, as they are now: planner or checkpoint may replace ``"auto"`` settings."""
 
-    names: tuple[str, ...] = ()
+    settings: Settings
+    worker_groups: int | Literal["auto"]
+    evaluate: str
+    resume: str
+    federation: Federation | None = None
+    auto: tuple[str, ...] = ()
+    """The settings that are left to the planner, until it has chosen them."""
     measured: Measured | None = None
     _times: list[float] = field(default_factory=list)
 
     @staticmethod
-    def of(**arguments: Any) -> tuple["AutoSettings", Settings]:
-        """Separates arguments of `Settings` that are ``"auto"`` from the others, which get placeholders for those.
-
-        >>> auto, settings = AutoSettings.of(sync_every=50, overlap_steps="auto")
-        >>> auto.names, settings.overlap_steps
-        (('overlap_steps',), 0)
-        """
-        exchange = arguments.get("exchange")
-        lacks_links = isinstance(exchange, TwoShot) and exchange.lacks_links
-        planned = (name for name in _PLACEHOLDERS if isinstance(arguments.get(name), str) and arguments[name] == AUTO)
-        names = (*(name for name in planned if name != "exchange"), *(["exchange"] * lacks_links))
+    def of(arguments: Mapping[str, Any]) -> "Options":
+        """Checks the arguments of a strategy, found by their names among others."""
+        given = {item.name: arguments[item.name] for item in fields(Settings)}
+        auto = [name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO]
+        stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
-        Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names if name != "exchange"}})
-        settings = Settings(**{**arguments, **{name: _PLACEHOLDERS[name] for name in names}})
-        if not names:
-            return AutoSettings(), settings
-        first = names[0]
+        settings = Settings(**{**given, **stand_in})
+        if isinstance(settings.exchange, TwoShot) and settings.exchange.lacks_links:
+            settings = replace(settings, exchange=_PLACEHOLDERS["exchange"])
+            stand_in["exchange"] = None
+        own = {name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")}
+        return Options(settings, **own, auto=tuple(stand_in))
+
+    def __post_init__(self) -> None:
+        settings, first = self.settings, next(iter(self.auto), "")
         asked = f"exchange={TwoShot()!r}" if first == "exchange" else f"{first}='auto'"
-        _refuse(
+        for holds, why in (
             (
-                settings.sync_every <= STEPS,
+                first and settings.sync_every <= STEPS,
                 f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
                 f" measured, before the first launch. Choose {first} yourself, or a larger sync_every.",
             ),
             (
-                settings.warmup_steps,
+                first and settings.warmup_steps,
                 f"warmup_steps={settings.warmup_steps} leaves no time for {asked}: the first {STEPS} inner steps are"
                 f" measured, without an exchange. Choose {first} yourself, or leave out warmup_steps.",
             ),
             (
-                first != "exchange" and settings.schedule is not None,
+                first not in ("", "exchange") and settings.schedule is not None,
                 f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
             ),
             (
-                not settings.shares,
+                first and not settings.shares,
                 f"route={settings.route!r} does not go with {first}='auto': the planner plans rounds in which all"
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
             ),
             (
-                "sync_every" in names and settings.overlap_steps >= LARGEST_SYNC_EVERY,
+                "sync_every" in self.auto and settings.overlap_steps >= LARGEST_SYNC_EVERY,
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
                 f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps.",
             ),
-        )
-        return AutoSettings(names), settings
+            (
+                self.evaluate not in ("outer", "mean", "local"),
+                f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
+                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them.",
+            ),
+            (
+                self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
+                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
+                " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
+                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them.",
+            ),
+            (
+                self.federation is not None and not isinstance(self.federation, Federation),
+                f"federation={self.federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=...,"
+                " run=..., site=..., keys=...), or leave it out.",
+            ),
+            (
+                self.federation is not None and self.worker_groups not in (1, "auto"),
+                f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
+                " group. Leave it out, and start the others as sites of their own.",
+            ),
+            (
+                self.federation is not None and first,
+                f"{first}='auto' does not go with a federation: its sites are launched on their own, and all bring the"
+                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or that of the"
+                " site that founded the run (sdiloco doctor --hub shows it).",
+            ),
+            (
+                self.federation is not None and self.restarts,
+                f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
+                " leave it out.",
+            ),
+            (
+                self.federation is not None and self.evaluate == "mean",
+                f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
+                " choose 'outer' or 'local'.",
+            ),
+        ):
+            if holds:
+                raise ValueError(why)
+        self.worker_groups = checked_worker_groups(self.worker_groups)
+        if self.federation is not None:
+            self.federation.check(settings)
+            # The ranks of a site are one group.
+            self.worker_groups = 1
 
-    def described(self, settings: Mapping[str, str]) -> dict[str, str]:
-        """Returns settings as text, with ``'auto'`` for those that are not chosen yet."""
-        return {**settings, **dict.fromkeys(self.names, repr(AUTO))}
+    @property
+    def restarts(self) -> bool:
+        """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
+        return self.resume.startswith("restart")
 
-    def restored(self, settings: Settings, saved: Mapping[str, str]) -> Settings:
-        """Takes the choice from a checkpoint that was saved after it."""
-        if not self.names or any(saved.get(name) in (None, repr(AUTO)) for name in self.names):
-            return settings
+    def described(self) -> dict[str, str]:
+        """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
+        own = {"worker_groups": str(self.worker_groups), "evaluate": self.evaluate, "resume": self.resume}
+        return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
+
+    # What the planner chooses
+
+    def restore(self, saved: Mapping[str, str]) -> None:
+        """Takes what suits from a checkpoint, and the planner's choice if it was saved after that."""
+        self.settings = self.settings.taken_from(saved)
+        if not self.auto or any(saved.get(name) in (None, repr(AUTO)) for name in self.auto):
+            return
         chosen: dict[str, Any] = {}
-        for name in self.names:
+        for name in self.auto:
             try:
                 chosen[name] = (
-                    TwoShot.read(saved[name], kind_and_backend(settings.exchange)[1])
+                    TwoShot.read(saved[name], kind_and_backend(self.settings.exchange)[1])
                     if name == "exchange"
                     else ast.literal_eval(saved[name])
                 )
@@ -139,8 +195,7 @@ class AutoSettings:
                     f"{name}='auto' was given, and the run has {name}={saved[name]}, which cannot be made of its text."
                     f" Give the same {name} as then."
                 ) from None
-        self.names = ()
-        return replace(settings, **chosen)
+        self.auto, self.settings = (), replace(self.settings, **chosen)
 
     def start(self) -> None:
         """Starts to measure inner steps."""
@@ -148,15 +203,21 @@ class AutoSettings:
 
     def step(self, launch_in: int) -> bool:
         """Counts an inner step, and returns whether it is time to choose; all ranks return the same."""
-        if self.names:
+        if self.auto:
             self._times.append(time.monotonic())
-        return bool(self.names) and (len(self._times) > STEPS or launch_in <= 1)
+        return bool(self.auto) and (len(self._times) > STEPS or launch_in <= 1)
 
-    def choose(self, settings: Settings, model: nn.Module, topology: Topology) -> Settings:
+    def step_time(self) -> float:
+        """Returns the seconds of an inner step on this rank."""
+        times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
+        return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+
+    def choose(self, model: nn.Module, topology: Topology) -> None:
         """Measures the link, and adopts what the planner recommends. All ranks must call it."""
-        step_time, timeout = max(topology.world.all_gather_object(self.step_time())), settings.timeout.total_seconds()
-        names = tuple(name for name in self.names if name != "exchange")
-        if "exchange" in self.names:
+        settings, timeout = self.settings, self.settings.timeout.total_seconds()
+        step_time = max(topology.world.all_gather_object(self.step_time()))
+        names = tuple(name for name in self.auto if name != "exchange")
+        if "exchange" in self.auto:
             links = [measure_link(topology, timeout, to=group).gbit_s for group in range(topology.num_groups)]
             backend: Any = kind_and_backend(settings.exchange)[1]
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
@@ -165,13 +226,7 @@ class AutoSettings:
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
-        self.names = ()
-        return replace(settings, **chosen)
-
-    def step_time(self) -> float:
-        """Returns the seconds of an inner step on this rank."""
-        times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
-        return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+        self.auto, self.settings = (), replace(settings, **chosen)
 
 
 def choice(
@@ -257,95 +312,3 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
     )
     for logger in loggers:
         logger.log_metrics(numbers, step=step)
-
-
-@dataclass
-class Options:
-    """The choices that all strategies have, as they are now: planner or checkpoint may replace ``"auto"`` settings."""
-
-    settings: Settings
-    auto: AutoSettings
-    worker_groups: int | Literal["auto"]
-    evaluate: str
-    resume: str
-    federation: Federation | None = None
-
-    @staticmethod
-    def of(arguments: Mapping[str, Any]) -> "Options":
-        """Checks the arguments of a strategy, found by their names among others."""
-        auto, settings = AutoSettings.of(**{item.name: arguments[item.name] for item in fields(Settings)})
-        own = {item.name: arguments[item.name] for item in fields(Options) if item.name not in ("settings", "auto")}
-        return Options(settings, auto, **own)
-
-    def __post_init__(self) -> None:
-        self.worker_groups = checked_worker_groups(self.worker_groups)
-        _refuse(
-            (
-                self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them.",
-            ),
-            (
-                self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
-                f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
-                " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
-                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them.",
-            ),
-        )
-        if (federation := self.federation) is None:
-            return
-        if not isinstance(federation, Federation):
-            raise ValueError(
-                f"federation={federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=..., run=...,"
-                " site=..., keys=...), or leave it out."
-            )
-        _refuse(
-            (
-                self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
-                " group. Leave it out, and start the others as sites of their own.",
-            )
-        )
-        federation.check(self.settings)
-        first = next(iter(self.auto.names), "")
-        _refuse(
-            (
-                self.auto.names,
-                f"{first}='auto' does not go with a federation: its sites are launched on their own, and"
-                " all bring the same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or"
-                " that of the site that founded the run (sdiloco doctor --hub shows it).",
-            ),
-            (
-                self.restarts,
-                f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
-                " leave it out.",
-            ),
-            (
-                self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
-                " choose 'outer' or 'local'.",
-            ),
-        )
-        # The ranks of a site are one group.
-        self.worker_groups = 1
-
-    @property
-    def restarts(self) -> bool:
-        """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
-        return self.resume.startswith("restart")
-
-    def described(self) -> dict[str, str]:
-        """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
-        return {
-            **self.auto.described(self.settings.described()),
-            "worker_groups": str(self.worker_groups),
-            "evaluate": self.evaluate,
-            "resume": self.resume,
-        }
-
-
-def _refuse(*cases: tuple[object, str]) -> None:
-    """Raises the first refusal whose condition holds."""
-    for holds, why in cases:
-        if holds:
-            raise ValueError(why)

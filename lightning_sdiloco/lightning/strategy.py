@@ -42,7 +42,7 @@ from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
-from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group, waiting_for_all
+from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.epochs import process_wrapped
 from lightning_sdiloco.lightning.host.patching import replace as patch
@@ -161,7 +161,7 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @property
     def measured(self) -> Measured | None:
         """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
-        return self.results.options.auto.measured
+        return self.results.options.measured
 
     # What launcher, checkpoints and loops read
 
@@ -418,7 +418,7 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         """Waits for all ranks, except after an exception, and explains what may be wrong if they do not come."""
         if self.is_alone:
             return
-        with waiting_for_all(self._groups, args, self.engine):
+        with self._groups.waiting(args, self.engine):
             super().barrier(*args, **kwargs)
 
     @override

@@ -15,7 +15,7 @@ from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.lightning import options as auto_settings
-from lightning_sdiloco.lightning.options import AutoSettings, Measured, choice, measure_link
+from lightning_sdiloco.lightning.options import Measured, Options, choice, measure_link
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
@@ -48,7 +48,7 @@ def chosen_by_planner(trained: Trained) -> dict[str, Any]:
 def on_a_slow_link(monkeypatch: pytest.MonkeyPatch, step_time: float = 0.05) -> None:
     """The measured numbers, which would be others in every run: the forked ranks inherit it."""
     monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: SLOW)
-    monkeypatch.setattr(AutoSettings, "step_time", lambda self: step_time)
+    monkeypatch.setattr(Options, "step_time", lambda self: step_time)
 
 
 # What is chosen
@@ -288,7 +288,6 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pyt
     trained = run_processes(fit, 3, 3, 24, choices, "lightning.pytorch", "sgd", lambda t, _: t.strategy.engine.settings)
     assert [rank["inspected"].exchange for rank in trained] == [TwoShot(links=(2.0, 2.0, 1.0))] * 3
     assert all(torch.equal(trained[0]["outer"][name], trained[2]["outer"][name]) for name in trained[0]["outer"])
-    auto, settings = AutoSettings.of(**choices)
-    chosen = auto.restored(settings, {"exchange": repr(TwoShot(links=(2.0, 1.0)))})
-    assert chosen.exchange == TwoShot(links=(2.0, 1.0))
-    assert auto.names == ()
+    options = StreamingDiLoCoStrategy(3, **choices)._options
+    options.restore({"exchange": repr(TwoShot(links=(2.0, 1.0)))})
+    assert (options.settings.exchange, options.auto) == (TwoShot(links=(2.0, 1.0)), ())

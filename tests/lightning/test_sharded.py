@@ -472,7 +472,7 @@ def test_settings_that_are_chosen_give_the_bits_of_a_run_that_had_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
-    monkeypatch.setattr(auto_settings.AutoSettings, "step_time", lambda self: 0.05)
+    monkeypatch.setattr(auto_settings.Options, "step_time", lambda self: 0.05)
     names = ("sync_every", "overlap_steps", "fragments")
     auto = run_processes(partial(sharded.fit, **dict.fromkeys(names, "auto")), 4, 2, (2, 1), 100)
     chosen = {name: getattr(auto[0]["settings"], name) for name in names}

@@ -62,32 +62,33 @@ def listening(distribution: str, seed: int, signalled: Signalled, said: list[str
     base = type(traced(distribution, seed))
 
     class Listening(base):  # type: ignore[misc, valid-type]
+        trace: dict[int, Any]
+
+        def signal(self, hook: str, step: int, said_of_it: str = "") -> None:
+            said.extend([f"{said_of_it} after step {step}"] if said_of_it else [])
+            for number in signalled.get(hook, {}).get(step, ()):
+                os.kill(os.getpid(), number)
+
         def on_train_batch_start(self, *args: Any) -> None:
             super().on_train_batch_start(*args)
             stepped = self.trainer.fit_loop.epoch_loop._batches_that_stepped
             self.trace[self.trainer.global_step]["batches that stepped"] = torch.tensor(stepped)
 
         def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            self._signal("training_step", self.trainer.global_step + 1)
+            self.signal("training_step", self.trainer.global_step + 1)
             return super().training_step(parts, index)
 
         def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            said.append(f"validation batch {index} after step {self.trainer.global_step}")
-            self._signal("validation_step", self.trainer.global_step)
+            self.signal("validation_step", self.trainer.global_step, f"validation batch {index}")
 
         def on_train_epoch_end(self) -> None:
-            said.append(f"epoch end after step {self.trainer.global_step}")
+            self.signal("on_train_epoch_end", self.trainer.global_step, "epoch end")
 
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            said.append(f"save after step {self.trainer.global_step}")
-            self._signal("on_save_checkpoint", self.trainer.global_step)
+            self.signal("on_save_checkpoint", self.trainer.global_step, "save")
 
         def on_train_end(self) -> None:
-            self._signal("on_train_end", self.trainer.global_step)
-
-        def _signal(self, hook: str, step: int) -> None:
-            for number in signalled.get(hook, {}).get(step, ()):
-                os.kill(os.getpid(), number)
+            self.signal("on_train_end", self.trainer.global_step)
 
     model = Listening()
     model.trace = {}
@@ -102,59 +103,48 @@ def run(
     resume: str | None = None,
     distribution: str = LIGHTNING,
     length: int = 100,
-    limits: dict[str, Any] | None = None,
-    checkpoints: bool = True,
+    validates: bool = False,
+    saves: dict[str, Any] | None = None,
     **choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank of two groups, and returns what happened."""
     size, said = world_size // 2, []
     model = listening(distribution, rank, signalled.get(rank, {}), said)
-    callbacks = importlib.import_module(distribution).callbacks
+    saver = importlib.import_module(distribution).callbacks.ModelCheckpoint
+    how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
+    checkpoints = choices.pop("enable_checkpointing", True)
     trainer = fits.trainer(
         distribution,
         strategy=fits.strategy(distribution, worker_groups=2, **CHOICES),
         devices=world_size,
         default_root_dir=folder,
+        enable_checkpointing=checkpoints,
         **{
-            "callbacks": [callbacks.ModelCheckpoint(folder / "checkpoints", save_top_k=0)] if checkpoints else [],
-            "enable_checkpointing": checkpoints,
+            "callbacks": [saver(**how)] if checkpoints else [],
             "max_steps": STEPS,
             "num_sanity_val_steps": 0,
-            **(limits or {}),
             **choices,
         },
     )
     torch.manual_seed(100 + rank)
     ended = ""
     try:
-        trainer.fit(
-            model,
-            Epochs(rank // size, rank % size, size, length),
-            Epochs(0, 0, 1, 3) if limits else None,
-            ckpt_path=resume,
-        )
+        loader = Epochs(rank // size, rank % size, size, length)
+        trainer.fit(model, loader, Epochs(0, 0, 1, 3) if validates else None, ckpt_path=resume)
     except BaseException as error:
         ended = type(error).__name__
-    return {
-        "trace": model.trace,
-        "said": said,
-        "ended": ended,
-        "step": trainer.global_step,
-        "outer": trainer.strategy.outer_state_dict() if model.trace and not ended else {},
-    }
+    outer = trainer.strategy.outer_state_dict() if model.trace and not ended else {}
+    return {"trace": model.trace, "said": said, "ended": (ended, trainer.global_step), "outer": outer}
 
 
 def played(world_size: int, folder: Path, *cases: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """What each rank did in each of several fits, one after the other; each has its own folder if it names none."""
 
     def play(rank: int, world_size: int) -> list[dict[str, Any]]:
-        found = []
-        for number, case in enumerate(cases):
-            makes = case.get("makes", dict)
-            more = {name: value for name, value in case.items() if name not in ("makes", "signalled", "folder")}
-            own = folder / str(case.get("folder", number))
-            found.append(run(rank, world_size, own, case.get("signalled", {}), **more, **makes()))
-        return found
+        given = (
+            {"signalled": {}, **case, "folder": folder / str(case.get("folder", n))} for n, case in enumerate(cases)
+        )
+        return [run(rank, world_size, **case) for case in given]
 
     return [list(ranks) for ranks in zip(*run_processes(play, world_size, timeout=150.0), strict=True)]
 
@@ -162,11 +152,15 @@ def played(world_size: int, folder: Path, *cases: dict[str, Any]) -> list[list[d
 def assert_goes_on(resumed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
     """From the step after which a signal ended it, a fit has the bits of one that had none."""
     for one, other in zip(resumed, plain, strict=True):
-        assert one["ended"] == ""
+        assert one["ended"][0] == ""
         assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
         for at, values in one["trace"].items():
             assert_same(values, other["trace"][at])
         assert_same(one["outer"], other["outer"])
+
+
+def all_ended(ranks: list[dict[str, Any]], step: int = ENDED, ended: str = "SIGTERMException") -> bool:
+    return [rank["ended"] for rank in ranks] == [(ended, step)] * len(ranks)
 
 
 TERMINATED = {"training_step": {SIGNALLED: [signal.SIGTERM]}}
@@ -178,60 +172,55 @@ def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_hap
     resume = str(tmp_path / "it" / SAVED)
     fits = {**of, "folder": "plain"}, {**of, "signalled": {2: TERMINATED}}, {**of, "resume": resume}
     plain, ended, resumed = played(4, tmp_path, *fits)
-    assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 4
+    assert all_ended(ended)
     assert list(tmp_path.rglob("*.ckpt")) == [Path(resume)]
     assert_goes_on(resumed, plain)
 
 
-BY_EPOCHS = {"max_epochs": 4, "max_steps": -1}
-BY_STEPS = {"max_steps": 32}
-DUE: list[tuple[int, dict[str, Any]]] = [
-    (19, BY_EPOCHS),  # the end of an epoch with its validation
-    (19, {**BY_STEPS, "limit_val_batches": 0}),  # the end of an epoch without validation
-    (8, {**BY_EPOCHS, "val_check_interval": 19, "check_val_every_n_epoch": None}),  # in the middle, with a validation
-    (8, {**BY_STEPS, "check_val_every_n_epoch": 2}),  # in the middle of an epoch
+BY_EPOCHS, BY_STEPS = {"validates": True, "max_epochs": 4, "max_steps": -1}, {"validates": True, "max_steps": 32}
+DUE: list[dict[str, Any]] = [
+    {"length": 19, **BY_EPOCHS},  # the end of an epoch with its validation
+    {"length": 19, **BY_STEPS, "limit_val_batches": 0},  # the end of an epoch without validation
+    {"length": 8, **BY_EPOCHS, "val_check_interval": 19, "check_val_every_n_epoch": None},  # a validation in the middle
+    {"length": 8, **BY_STEPS, "check_val_every_n_epoch": 2},  # in the middle of an epoch
 ]
 
 
 def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = []
-    for number, (length, limits) in enumerate(DUE):
-        of = {"length": length, "limits": limits, "folder": number}
+    for number, due in enumerate(DUE):
+        of = {**due, "folder": number}
         cases += [of, {**of, "signalled": {1: TERMINATED}}, {**of, "resume": str(tmp_path / str(number) / SAVED)}]
     found = played(2, tmp_path, *cases)
     for plain, ended, resumed in zip(found[::3], found[1::3], found[2::3], strict=True):
-        assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", ENDED)] * 2
+        assert all_ended(ended)
         assert_goes_on(resumed, plain)
         for one, first, other in zip(resumed, ended, plain, strict=True):
-            assert [*first["said"], *one["said"]] == [
-                *other["said"][: len(first["said"]) - 1],
-                f"save after step {ENDED}",
-                *other["said"][len(first["said"]) - 1 :],
-            ]
+            before = len(first["said"]) - 1
+            told = [*other["said"][:before], f"save after step {ENDED}", *other["said"][before:]]
+            assert [*first["said"], *one["said"]] == told
 
 
 MANY = [signal.SIGTERM, signal.SIGTERM]
 WHENEVER: list[tuple[dict[int, Signalled], int]] = [
-    ({rank: {"training_step": {SIGNALLED: MANY}} for rank in range(2)}, ENDED),
     ({0: TERMINATED, 1: {"training_step": {SIGNALLED + 1: MANY, SIGNALLED + 3: MANY}}}, ENDED),
     ({1: {"validation_step": {0: MANY}}}, 13),  # the sanity check
     ({1: {"validation_step": {12: MANY}}}, 19),
     ({0: TERMINATED, 1: {"on_save_checkpoint": {ENDED: MANY}}}, ENDED),
     ({1: {"training_step": {STEPS: MANY}}}, STEPS),
-    ({1: {"on_train_end": {STEPS: MANY}}}, STEPS),
     ({rank: {"on_train_end": {STEPS: MANY}} for rank in range(2)}, STEPS),
 ]
 
 
 def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Path) -> None:
     """None where the Trainer saves no checkpoints."""
-    limits = {"num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
-    quiet = [{"checkpoints": False}, {"fast_dev_run": 30}, {"barebones": True, "checkpoints": False}]
-    cases = [{"signalled": signalled, "limits": limits} for signalled, _ in WHENEVER]
+    of = {"validates": True, "num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
+    quiet = [{"enable_checkpointing": False}, {"fast_dev_run": 30}, {"barebones": True, "enable_checkpointing": False}]
+    cases = [{"signalled": signalled, **of} for signalled, _ in WHENEVER]
     found = played(2, tmp_path, *cases, *({"signalled": {1: TERMINATED}, **how} for how in quiet))
     for number, ended in enumerate(found):
         step = WHENEVER[number][1] if number < len(WHENEVER) else ENDED
-        assert [(rank["ended"], rank["step"]) for rank in ended] == [("SIGTERMException", step)] * 2, number
+        assert all_ended(ended, step), number
         saved = [tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"] * (number < len(WHENEVER))
         assert list((tmp_path / str(number)).rglob("*.ckpt" if saved else "*.ckpt*")) == saved, number
         assert [sum("save" in words for words in rank["said"]) for rank in ended] == [len(saved)] * 2, number
@@ -239,31 +228,22 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Pa
 
 def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(tmp_path: Path) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
-
-    def saving(**how: Any) -> Any:
-        made = importlib.import_module(LIGHTNING).callbacks.ModelCheckpoint
-        return lambda: {"callbacks": [made(tmp_path / "it", filename="{step}", **how)], "enable_checkpointing": True}
-
-    of: dict[str, Any] = {"checkpoints": False, "folder": "it", "signalled": {0: TERMINATED}}
-    waiting, excepted = str(tmp_path / "it" / "step=16.ckpt"), str(tmp_path / "it" / f"step={ENDED}.ckpt")
+    of: dict[str, Any] = {"folder": "it", "signalled": {0: TERMINATED}}
     *ended, first, second = played(
         2,
         tmp_path,
-        {**of, "makes": saving(every_n_train_steps=16)},
-        {**of, "makes": saving(save_on_exception=True)},
-        {"resume": waiting},
-        {"resume": excepted},
+        {**of, "saves": {"filename": "{step}", "every_n_train_steps": 16}},
+        {**of, "saves": {"filename": "{step}", "save_on_exception": True}},
+        {"resume": str(tmp_path / "it" / "step=16.ckpt")},
+        {"resume": str(tmp_path / "it" / f"step={ENDED}.ckpt")},
     )
-    for ranks in ended:
-        assert [(rank["ended"], rank["step"]) for rank in ranks] == [("SIGTERMException", ENDED)] * 2
-    for rank in (*first, *second):
-        assert (rank["ended"], rank["step"]) == ("", STEPS)
+    assert all(map(all_ended, ended))
+    assert all_ended([*first, *second], STEPS, "")
     assert [min(rank["trace"]) for rank in (*first, *second)] == [16, 16, ENDED, ENDED]
 
 
 def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
-    engine = SimpleNamespace(inner_steps=16, withdraw=lambda bits: None)
-    requests = Requests(engine)  # type: ignore[arg-type]
+    requests = Requests(SimpleNamespace(inner_steps=16, withdraw=lambda bits: None))  # type: ignore[arg-type]
     landing = partial(SimpleNamespace, requests=int(Request.TERMINATE))
     assert requests.land([landing(launched_at=12)]) == Request.TERMINATE
     assert requests.land([landing(launched_at=14), landing(launched_at=16)]) == 0
@@ -277,56 +257,53 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
     """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
     scontrol = folder / "bin" / "scontrol"
     scontrol.parent.mkdir(exist_ok=True)
-    if not scontrol.exists():
-        scratch = scontrol.with_suffix(f".{rank}")
-        scratch.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
-        scratch.chmod(0o755)
-        scratch.rename(scontrol)
-    os.environ["PATH"] = f"{scontrol.parent}:{os.environ['PATH']}"
-    os.environ |= {
-        "SLURM_JOB_ID": "123",
-        "SLURM_JOB_NAME": "test",
-        "SLURM_NTASKS": str(world_size),
-        "SLURM_NTASKS_PER_NODE": str(world_size),
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-    }
-    return function()
+    scratch = scontrol.with_suffix(f".{rank}")
+    scratch.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
+    scratch.chmod(0o755)
+    scratch.rename(scontrol)
+    tasks = {name: str(world_size) for name in ("NTASKS", "NTASKS_PER_NODE")}
+    job = {"JOB_ID": "123", "JOB_NAME": "test", **tasks, "NNODES": "1", "NODEID": "0"}
+    own = {f"SLURM_{name}": value for name, value in {**job, "PROCID": str(rank), "LOCALID": str(rank)}.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**own, "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}.items():
+            patch.setenv(name, value)
+        return function()
 
 
-def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(distribution: str, tmp_path: Path) -> None:
-    world_size = 2
-
-    def job(rank: int, world_size: int, signalled: dict[int, Signalled]) -> dict[str, Any]:
-        fit = partial(run, rank, world_size, tmp_path / "run", signalled, distribution=distribution)
-        return dict(as_job(rank, world_size, tmp_path, fit))
-
-    plain = run_processes(run, world_size, tmp_path / "plain", {}, None, distribution)
+def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     requeued: Signalled = {"training_step": {SIGNALLED: [signal.SIGUSR1], SIGNALLED + 3: [signal.SIGUSR1]}}
-    after: Signalled = {"training_step": {ENDED + 6: [signal.SIGUSR1]}}
-    parts = [
-        run_processes(job, world_size, signals)
-        for signals in ({1: requeued}, dict.fromkeys(range(world_size), after), {})
-    ]
     # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.
-    for part, (ended, step) in zip(
-        parts, [("SIGTERMException", ENDED), ("SIGTERMException", STEPS), ("", STEPS)], strict=True
-    ):
-        assert [(rank["ended"], rank["step"]) for rank in part] == [(ended, step)] * world_size
+    after: Signalled = {"training_step": {ENDED + 6: [signal.SIGUSR1]}}
+    newest = tmp_path / "run" / "hpc_ckpt_2.ckpt"
+
+    def job(rank: int, world_size: int) -> list[dict[str, Any]]:
+        def fit(signalled: dict[int, Signalled]) -> dict[str, Any]:
+            return dict(as_job(rank, world_size, tmp_path, partial(run, rank, world_size, tmp_path / "run", signalled)))
+
+        found = [run(rank, world_size, tmp_path / "plain", {})]
+        found += [fit(signalled) for signalled in ({1: requeued}, dict.fromkeys(range(world_size), after), {})]
+        # A crash before the file took its place: the folder alone is no checkpoint.
+        found[-1]["saved"] = torch.load(newest, weights_only=True)["state_dict"]
+        torch.distributed.barrier()
+        newest.unlink(missing_ok=True)
+        return [*found, fit({})]
+
+    plain, first, second, third, again = zip(*run_processes(job, 2, timeout=150.0), strict=True)
+    ends = (
+        (first, ENDED, "SIGTERMException"),
+        (second, STEPS, "SIGTERMException"),
+        (third, STEPS, ""),
+        (again, STEPS, ""),
+    )
+    assert [all_ended(list(ranks), step, ended) for ranks, step, ended in ends] == [True] * 4
     assert (tmp_path / "told").read_text() == "requeue 123\n" * 2
-    assert sorted(path.name for path in (tmp_path / "run").glob("*.ckpt")) == ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"]
-    for one, other in zip(parts[1], plain, strict=True):
+    assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+    for one, other, saved in zip(second, plain, third, strict=True):
         assert sorted(one["trace"]) == list(range(ENDED, STEPS))
         for at, values in one["trace"].items():
             assert_same(values, other["trace"][at])
-    saved = torch.load(tmp_path / "run" / "hpc_ckpt_2.ckpt", weights_only=True)["state_dict"]
-    assert_same({name: saved[name] for name in plain[0]["outer"]}, plain[0]["outer"])
-    # A crash before the file took its place: the folder alone is no checkpoint.
-    (tmp_path / "run" / "hpc_ckpt_2.ckpt").unlink()
-    for rank in run_processes(job, world_size, {}):
-        assert sorted(rank["trace"]) == list(range(ENDED, STEPS))
+        assert_same({name: saved["saved"][name] for name in other["outer"]}, other["outer"])
+    assert [sorted(rank["trace"]) for rank in again] == [list(range(ENDED, STEPS))] * 2
 
 
 # How long a signal waits
@@ -337,51 +314,47 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(tmp_path: Path) -
         (0.1, True, ""),
         (8.5, False, ""),
         (10.0, False, "Allow 130 s from SIGTERM to SIGKILL"),
-        (10.0, True, "--signal=USR1@130"),
+        (10.0, True, "sbatch --signal=USR1@130"),
     ]
 
-    def slow(rank: int, world_size: int, step_seconds: float, in_slurm: bool) -> tuple[list[str], float]:
+    def slow(rank: int, world_size: int) -> list[tuple[list[str], float]]:
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("lightning_sdiloco.lightning.monitor").addHandler(handler)
-        clock = itertools.count(step=step_seconds)
-        monitor.time = SimpleNamespace(monotonic=lambda: next(clock), perf_counter=perf_counter)  # type: ignore[assignment]
-        fit = partial(run, rank, world_size, tmp_path, {})
-        as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
-        return said, next(clock) / step_seconds
+        found = []
+        for step_seconds, in_slurm, _ in cases:
+            clock, said[:] = itertools.count(step=step_seconds), []
+            monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)  # type: ignore[assignment]
+            fit = partial(run, rank, world_size, tmp_path, {})
+            as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
+            found.append(([words for words in said if "termination signal" in words], next(clock) / step_seconds))
+        return found
 
-    for step_seconds, in_slurm, enough in cases:
-        (first, looks), (other, never) = run_processes(slow, 2, step_seconds, in_slurm)
-        first = [words for words in first if "termination signal" in words]
-        # Launches are two steps apart, and land five steps later.
-        told = "up to 7 inner steps, which take about 70 s (10 s each)", enough
-        assert [all(part in words for part in told) for words in first] == [True] * bool(enough)
-        assert all(("SLURM" in words or "sbatch" in words or "USR1" in words) is in_slurm for words in first)
-        assert round(looks) == 10, "only the first steps are measured"
-        assert (other, never) == ([], 0)
+    own, others = run_processes(slow, 2)
+    # Launches are two steps apart, and land five steps later. Only the first steps are measured.
+    told = "up to 7 inner steps, which take about 70 s (10 s each)"
+    for (_, _, enough), (warned, looks) in zip(cases, own, strict=True):
+        assert [told in words and enough in words for words in warned] == [True] * bool(enough)
+        assert round(looks) == 10
+    assert others == [([], 0)] * len(cases)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_outside_a_fit_signals_hang_no_rank(number: signal.Signals, tmp_path: Path) -> None:
-    def validate(rank: int, world_size: int) -> str:
-        strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
-        signalled: Signalled = {"validation_step": {0: [number]}} if rank == 1 else {}
-        trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
-        ended = "validated"
-        try:
-            trainer.validate(listening(LIGHTNING, rank, signalled, []), Epochs(rank, 0, 1, 3))
-        except BaseException as error:
-            ended = type(error).__name__
+def test_outside_a_fit_signals_hang_no_rank(tmp_path: Path) -> None:
+    def validate(rank: int, world_size: int) -> list[str]:
+        ended = []
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
+            signalled: Signalled = {"validation_step": {0: [number]}} if rank == 1 else {}
+            trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
+            try:
+                trainer.validate(listening(LIGHTNING, rank, signalled, []), Epochs(rank, 0, 1, 3))
+                ended.append("validated")
+            except BaseException as error:
+                ended.append(type(error).__name__)
         return ended
 
-    def in_slurm(rank: int, world_size: int) -> str:
-        return str(as_job(rank, world_size, tmp_path, lambda: validate(rank, world_size)))
-
-    ended = run_processes(in_slurm, 2)
-    if number == signal.SIGTERM:
-        assert ended[1] == "SIGTERMException"
-    else:
-        assert ended == ["validated"] * 2
+    first, second = run_processes(lambda rank, size: as_job(rank, size, tmp_path, partial(validate, rank, size)), 2)
+    assert (first[0], second) == ("validated", ["validated", "SIGTERMException"])
     assert not (tmp_path / "told").exists()
     assert list(tmp_path.glob("*.ckpt")) == []
