@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks import report
 from benchmarks.links import Links, missing
@@ -31,13 +30,7 @@ SITES = ("a", "b", "c", "d")
 
 
 def run(
-    seed: int,
-    faults: int,
-    minutes: float,
-    namespaces: bool,
-    seconds: float,
-    folder: Path,
-    only: Sequence[str] = (),
+    seed: int, faults: int, minutes: float, namespaces: bool, seconds: float, folder: Path, only: Sequence[str] = ()
 ) -> Found:
     """Plays a sequence of at most so many faults, of some kinds or all, and returns what was found; see `examined`."""
     links = Links(1 + len(SITES), MBIT_S, ONE_WAY_DELAY) if namespaces else nullcontext(None)
@@ -53,85 +46,30 @@ def run(
     words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
     commit = subprocess.run(words, check=False, capture_output=True, text=True).stdout.strip() or "unknown"
     about = {"seed": seed, "namespaces": namespaces, "kinds": list(only), "commit": commit}
-    return rounded({**about, "seconds": time.monotonic() - began, **found})
+    return {**about, "seconds": time.monotonic() - began, **found}
 
 
-def rounded(value: Any) -> Any:
-    """Returns the same with milliseconds as the last digit."""
-    if isinstance(value, dict):
-        return {name: rounded(own) for name, own in value.items()}
-    if isinstance(value, list):
-        return [rounded(own) for own in value]
-    return round(value, 3) if isinstance(value, float) else value
-
-
-def summed(runs: list[Found]) -> dict[str, float]:
-    """Returns the few numbers that matter, over runs."""
-    headline: dict[str, float] = {
-        "faults": sum(sum(one["faults"].values()) for one in runs),
-        "records": sum(one["records"] for one in runs),
-        "inner steps": sum(one["steps"] for one in runs),
-        "problems": sum(len(one["problems"]) for one in runs),
-        "late returns": sum(len(one["slow"]) for one in runs),
-    }
-    told = [one["lost"].values() for one in runs if "lost" in one]
-    if told:
-        # Of runs from before it was told nothing is known.
-        headline["inner steps that do not count"] = sum(own["steps"] for lost in told for own in lost)
-    for name, key in (("longest stall, s", "stalls"), ("longest stall of a site that returns, s", "returning")):
-        stalls = [stall for one in runs for own in one["stalls"].values() for stall in own[key]]
-        headline[name] = max(stalls, default=0.0)
-    for kind in kinds_of(runs):
-        times = [own["seconds"] for one in runs for own in one["returns"] if own["kind"] == kind]
-        if times:
-            headline[f"{kind}: median return, s"] = median(times)
-            headline[f"{kind}: longest return, s"] = max(times)
-    return headline
-
-
-def kinds_of(runs: list[Found]) -> list[str]:
-    """Returns the faults that there were, by their names."""
-    return sorted({kind for one in runs for kind in one["faults"]})
-
-
-def add(path: Path | None, runs: list[Found], quick: bool) -> list[Found]:
-    """Adds runs to those in a file, in place of the same ones; sums and returns all of this commit."""
-    if path is None:
-        return runs
-
-    def which(run: Found) -> tuple[Any, ...]:
-        return run["commit"], run["seed"], run["namespaces"], tuple(run.get("kinds", ()))
-
-    before = json.loads(path.read_text())["runs"] if path.exists() else []
-    new = [which(one) for one in runs]
-    every = [*(one for one in before if which(one) not in new), *runs]
-    of_commit = [one for one in every if one["commit"] == runs[-1]["commit"]]
-    about = {**report.measured("chaos", quick), "command": "python -m tests.chaos"}
-    report.write(path, summed(of_commit), about, runs=every)
-    return of_commit
-
-
-def show(runs: list[Found]) -> None:
-    """Prints how many faults there were, how sites came back, and what went wrong."""
+def show(runs: list[Found]) -> dict[str, float]:
+    """Prints what happened to whom, how sites came back, and what went wrong; returns the sums."""
     rows = []
-    for kind in kinds_of(runs):
+    for kind in sorted({kind for one in runs for kind in one["faults"]}):
         back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
-        times = [own["seconds"] for own in back]
-        cells = [f"{median(times):.2f}", f"{max(times):.2f}"] if back else ["-"] * 2
-        states = sum(own["state"] for own in back)
-        rows.append([kind, str(sum(one["faults"].get(kind, 0) for one in runs)), str(len(back)), *cells, str(states)])
-    columns = ["fault", "times", "returns", "median, s", "longest, s", "with a state"]
+        times = [own["seconds"] for own in back] or [float("nan")]
+        counts = [sum(one["faults"].get(kind, 0) for one in runs), len(back), sum(own["state"] for own in back)]
+        rows.append([kind, *map(str, counts), f"{median(times):.2f}", f"{max(times):.2f}"])
+    columns = ["fault", "times", "returns", "with a state", "median, s", "longest, s"]
     report.show("Faults, and seconds from hello to all records applied", columns, rows)
-    for name, value in summed(runs).items():
-        if "return," not in name:
-            print(f"{name}: {value:g}")
     for one in runs:
         for problem in [*one["problems"], *one["slow"]]:
             print(f"seed {one['seed']}: {problem}")
+    sums: dict[str, float] = {"faults": sum(sum(one["faults"].values()) for one in runs)}
+    sums |= {name: sum(one[name] for one in runs) for name in ("records", "steps")}
+    sums |= {name: sum(len(one[name]) for one in runs) for name in ("problems", "slow")}
+    print(", ".join(f"{name}: {number}" for name, number in sums.items()))
+    return sums
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the benchmark."""
     parser = report.parser(__doc__)
     parser.add_argument("--seed", type=int, default=0, help="which sequence of faults")
     parser.add_argument("--faults", type=int, default=50, help="how many, at most")
@@ -143,12 +81,17 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if chosen.namespaces and (lacks := missing()) is not None:
         sys.exit(lacks)
-    faults = 3 if chosen.quick else chosen.faults
     folder = chosen.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    faults = 3 if chosen.quick else chosen.faults
     found = run(chosen.seed, faults, chosen.minutes, chosen.namespaces, chosen.step, folder, chosen.kinds)
-    # With a file, those of other seeds at this commit are among them.
-    show(add(chosen.json, [found], chosen.quick))
+    file, which = chosen.json, ("commit", "seed", "namespaces", "kinds")
+    before = json.loads(file.read_text())["runs"] if file is not None and file.exists() else []
+    # The same run counts once, and sums are of one commit.
+    runs = [*(one for one in before if any(one.get(name) != found[name] for name in which)), found]
+    sums = show([one for one in runs if one["commit"] == found["commit"]])
+    about = {**report.measured("chaos", chosen.quick), "command": "python -m tests.chaos"}
+    report.write(file, sums, about, runs=runs)
     if found["problems"]:
         sys.exit(f"What the processes wrote is in {folder}.")
     if not chosen.keep:

@@ -8,7 +8,7 @@ When a launch was made is not written down: it was after the landing of the roun
 the launch before it as it weighs.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,8 @@ from typing import Any, NamedTuple
 from tests.chaos.faults import ALL, FORMS, HUB, Fault
 from tests.chaos.notes import Note, read
 
-LONGEST_STALL = 0.1
-"""Seconds, with one step more, for which training may stand still because others have faults."""
-LONGEST_RETURN = 3.0
-"""Seconds from hello to all records applied, without the transfer of a state."""
+LONGEST_STALL = 0.1  # seconds, with one step more, for which training may stand still because others have faults
+LONGEST_RETURN = 3.0  # seconds from hello to all records applied, without the transfer of a state
 LONGEST_HANG = 30.0
 
 Found = dict[str, Any]
@@ -36,7 +34,6 @@ class Span(Fault):
 
     @property
     def label(self) -> str:
-        """What happened, for people."""
         return f"{FORMS[self.kind].told} ({'hub' if self.victim == HUB else 'all' if self.victim == ALL else 'site'})"
 
 
@@ -49,12 +46,11 @@ class Told(NamedTuple):
 
     @staticmethod
     def of(folder: Path, sites: Sequence[str]) -> "Told":
-        """Reads it."""
         by_site = {site: read(folder / f"{site}.jsonl") for site in sites}
         return Told(by_site, read(folder / "hub.jsonl"), read(folder / "faults.jsonl"))
 
     def spans(self) -> list[Span]:
-        """Returns the faults, in the order in which they ended."""
+        """The faults, in the order in which they ended."""
         began, spans = {}, []
         for note in self.faults:
             key = note["kind"], note["victim"]
@@ -66,22 +62,16 @@ class Told(NamedTuple):
         return spans
 
     def steps(self, site: str) -> list[Note]:
-        """Returns the inner steps of a site."""
         return [note for note in self.sites[site] if note["what"] == "step"]
 
     def records(self) -> list[Note]:
-        """Returns the records, as they closed; one of a hub that died may be there twice."""
+        """The records, as they closed; one of a hub that died may be there twice."""
         return [note for note in self.hub if note["what"] == "append"]
 
 
 def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
-    """Says how a site came back from a fault.
-
-    Returns:
-        ``seconds`` from hello, or from the end of the fault if none was needed, to all records applied; ``hello``:
-        seconds from the end of the fault to it; ``state``: whether a state had to be fetched. Or ``interrupted``: what
-        came in between.
-    """
+    """How a site came back from a fault: seconds from the end of it to hello, and from there, or from the end if none
+    was needed, to all records applied; whether a state had to be fetched. Or what came in between."""
     after = [note for note in told.sites[site] if note["at"] > span.ended]
     hellos = [note["at"] for note in told.hub if note["what"] == "hello" and note["site"] == site]
     lost = any(span.began < note["at"] < span.ended + 10 for note in told.sites[site] if note["what"] == "lose")
@@ -104,14 +94,8 @@ def returned(told: Told, spans: Sequence[Span], span: Span, site: str) -> Found:
 
 
 def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
-    """Says how long training stood still at a site.
-
-    Returns:
-        ``step``: the median of its steps in seconds; ``stalls``: the longest times in which the engine kept training
-        from going on while the site was up to date, less those for which the thread was ready and the machine did not
-        let it run, or its host did not let the machine; ``returning``: the same while the site made up for what it had
-        missed; ``above``: those of the first above the limit.
-    """
+    """The median of a site's steps in seconds, and the longest for which the engine kept training from going on: while
+    the site was up to date, and while it made up for what it had missed; and the notes of the first above the limit."""
     steps = told.steps(site)
     if not steps:
         return {"step": None, "stalls": [], "returning": [], "above": []}
@@ -134,11 +118,12 @@ def stalls(told: Told, spans: Sequence[Span], site: str) -> Found:
 
 
 def _stall(note: Note) -> float:
+    """Less the time for which the thread was ready and the machine did not let it run, or its host the machine."""
     return float(note["stalled"] - note["delayed"] - note.get("stolen", 0.0))
 
 
 def disagreements(told: Told) -> list[str]:
-    """Returns where two sites hold different outer parameters after the same record, or there are two histories."""
+    """Where two sites hold different outer parameters after the same record, or there are two histories."""
     keys: dict[tuple[int, int], set[str]] = defaultdict(set)
     digests: dict[tuple[int, int], set[int]] = defaultdict(set)
     for notes in told.sites.values():
@@ -159,7 +144,7 @@ def disagreements(told: Told) -> list[str]:
 
 
 def counted_twice(told: Told, batch: int) -> list[str]:
-    """Returns the sites that were counted for more than they have trained."""
+    """The sites that were counted for more than they have trained."""
     wrong = []
     for site in told.sites:
         # The last step of each life may not have been written down.
@@ -174,7 +159,7 @@ def counted_twice(told: Told, batch: int) -> list[str]:
 
 
 def pauses(told: Told, spans: Sequence[Span]) -> list[float]:
-    """Returns the seconds between two records while the hub and at least one site were up, the longest ones."""
+    """The seconds between two records while the hub and at least one site were up, the longest ones."""
 
     def up(name: str, first: float, last: float, after: float = 0.0) -> bool:
         return not any(span.hits(name) and span.began < last and first < span.ended + after for span in spans)
@@ -188,36 +173,27 @@ def pauses(told: Told, spans: Sequence[Span]) -> list[float]:
 
 
 class Counted(NamedTuple):
-    """A launch of a site that counts: its round, the number of the life that made it, for how many steps it counts,
-    and a step before which it was not made."""
+    """A launch of a site that counts."""
 
     round: int
-    life: int
-    steps: int
-    made: int
+    life: int  # the number of the life that made it
+    steps: int  # for how many it counts
+    made: int  # a step before which it was not made
 
 
 @dataclass
 class Life:
-    """A start of a site that came to train.
+    """A start of a site that came to train; steps are numbered over all lives."""
 
-    Attributes:
-        began: How many steps the site had made before.
-        ended: How many it has made with it.
-        resumed: The number of the step from which it went on.
-        landed: How many when a round of a fragment landed.
-        dropped: What may have dropped something: the fragment, the round, and how many steps the site had made.
-    """
-
-    began: int
-    ended: int
-    resumed: int = 0
-    landed: dict[tuple[int, int], int] = field(default_factory=dict)
-    dropped: list[tuple[int, int, int]] = field(default_factory=list)
+    began: int  # how many steps the site had made before
+    ended: int  # and with it
+    resumed: int = 0  # the number of the step from which it went on
+    landed: dict[tuple[int, int], int] = field(default_factory=dict)  # by fragment and round: how many were made
+    dropped: list[tuple[int, int, int]] = field(default_factory=list)  # fragment, round and steps made, at a drop
 
 
 def lives_of(notes: Sequence[Note]) -> list[Life]:
-    """Returns the lives of a site, by what it has written down."""
+    """The lives of a site, by what it has written down."""
     lives: list[Life] = []
     for note in notes:
         match note["what"]:
@@ -239,11 +215,9 @@ def lives_of(notes: Sequence[Note]) -> list[Life]:
 
 
 def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
-    """Says what a site has lost of each fragment, until the last launch that counts; see [Note: what may be lost].
+    """What a site has lost of each fragment until the last launch that counts; see [Note: what may be lost].
 
-    Returns:
-        Steps that it has made by then and that do not count, at least; steps that may be lost; and what was lost
-        besides, empty if nothing was.
+    Steps that it has made by then and that do not count, at least; those that may be lost; what was lost besides.
     """
     lives = lives_of(told.sites[site])
     starts = [note["at"] for note in told.sites[site] if note["what"] == "up"]
@@ -265,8 +239,8 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
             counted += own.steps
             inside = {step for first, end in spans for step in range(first, min(end, own.made))}
             missing, most = max(0, own.made - counted), len(inside)
-            if missing > most and not problem:
-                problem = (
+            if missing > most:
+                problem = problem or (
                     f"{site} has lost {missing} steps of fragment {fragment} by round {own.round}, and may lose {most}"
                 )
         lost.append((missing, most, problem))
@@ -274,7 +248,7 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
 
 
 def _before_kills(lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
-    """Returns the spans before kills: since the last launch that counts, or the checkpoint, whichever was later."""
+    """The spans before kills: since the last launch that counts, or the checkpoint, whichever was later."""
     spans = []
     trained = [own for own in lives if own.ended > own.began]
     for own, after in zip(trained, trained[1:], strict=False):
@@ -286,7 +260,7 @@ def _before_kills(lives: Sequence[Life], launches: Sequence[Counted]) -> list[tu
 
 
 def _dropped(fragment: int, lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
-    """Returns the spans that a landing or a state dropped."""
+    """The spans that a landing or a state dropped."""
     spans = []
     for number, own in enumerate(lives):
         for round, at in [(round, at) for of, round, at in own.dropped if of == fragment]:
@@ -299,7 +273,7 @@ def _dropped(fragment: int, lives: Sequence[Life], launches: Sequence[Counted]) 
 
 
 def examined(told: Told, batch: int) -> Found:
-    """Looks at all of it, and returns counts, times, who came back late, and the problems: what must not be."""
+    """Counts, times, who came back late, and the problems: what must not be."""
     spans = told.spans()
     sites = {site: stalls(told, spans, site) for site in told.sites}
     returns = [
@@ -316,13 +290,13 @@ def examined(told: Told, batch: int) -> Found:
         for site, own in sites.items()
         for one in own["above"]
     ]
-    back = [one for one in returns if "interrupted" not in one]
     longest = pauses(told, spans)
     if longest and longest[-1] > LONGEST_HANG:
         problems.append(f"no record for {longest[-1]:.1f} s, with the hub and a site up")
-    kinds = [span.label for span in spans]
+    back = [one for one in returns if "interrupted" not in one]
+    late = [one for one in back if not one["state"] and one["seconds"] > LONGEST_RETURN]
     return {
-        "faults": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        "faults": dict(Counter(sorted(span.label for span in spans))),
         "records": len({(note["fragment"], note["round"]) for note in told.records()}),
         "steps": sum(len(told.steps(site)) for site in told.sites),
         "lost": {site: own and dict(zip(("steps", "most"), max(own), strict=False)) for site, own in lost.items()},
@@ -332,8 +306,7 @@ def examined(told: Told, batch: int) -> Found:
         "pauses": longest,
         "slow": [
             f"{one['site']} needed {one['seconds']:.1f} s from hello to all records applied: {one['kind']}"
-            for one in back
-            if not one["state"] and one["seconds"] > LONGEST_RETURN
+            for one in late
         ],
         "problems": problems,
     }

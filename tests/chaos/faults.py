@@ -9,17 +9,7 @@ HUB, ALL = "hub", "all"
 
 @dataclass(frozen=True)
 class Form:
-    """What a kind of fault is.
-
-    Attributes:
-        told: For people.
-        seconds: The shortest and the longest time that it lasts.
-        often: How often it is chosen, relative to others.
-        hits_hub: Whether it happens to the hub as well.
-        hits_sites: Whether it happens to sites.
-        needs_links: Whether it needs network namespaces.
-        kills: Whether who it happens to is started again.
-    """
+    """A kind of fault: how people call it, how long it lasts at least and at most, and how often it is chosen."""
 
     told: str
     seconds: tuple[float, float]
@@ -27,7 +17,7 @@ class Form:
     hits_hub: bool = False
     hits_sites: bool = True
     needs_links: bool = False
-    kills: bool = False
+    kills: bool = False  # who it happens to is started again
 
 
 FORMS = {
@@ -48,6 +38,7 @@ FORMS = {
         "kill -9, and started again at another address", (0.5, 4.0), 0.4, hits_hub=True, hits_sites=False, kills=True
     ),
 }
+# These kill a site as soon as it comes to a stage of a flight.
 STAGES = {
     "kill_before_send": "kill -9 before it sends",
     "kill_in_upload": "kill -9 while it uploads",
@@ -55,13 +46,12 @@ STAGES = {
     "kill_in_download": "kill -9 while it downloads",
     "kill_at_landing": "kill -9 at a landing",
 }
-"""Faults that kill a site as soon as it comes to a stage of a flight."""
 FORMS |= {kind: Form(told, (0.5, 4.0), 0.4, kills=True) for kind, told in STAGES.items()}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: what happens to a site, the hub or all, for how long, and how strong it is between 0 and 1."""
+    """What happens to a site, the hub or all, for how long, and how strong it is between 0 and 1."""
 
     kind: str
     victim: str
@@ -69,7 +59,6 @@ class Fault:
     strength: float = 0.0
 
     def hits(self, name: str) -> bool:
-        """Returns whether it happens to a site or the hub."""
         return self.victim in (name, ALL)
 
 
@@ -77,13 +66,11 @@ def sequence(seed: int, sites: Sequence[str], links: bool, only: Sequence[str] =
     """Yields faults without end, each with the seconds to wait before it; of all kinds, or only some."""
     chance = random.Random(seed)
     kinds = [kind for kind, form in FORMS.items() if (links or not form.needs_links) and (not only or kind in only)]
-    weights = [FORMS[kind].often for kind in kinds]
     while True:
-        kind = chance.choices(kinds, weights)[0]
+        kind = chance.choices(kinds, [FORMS[kind].often for kind in kinds])[0]
         form = FORMS[kind]
         hits_hub = form.hits_hub and (chance.random() < 0.25 or not form.hits_sites)
         victim = HUB if hits_hub else ALL if kind == "blackout" else chance.choice(sites)
-        seconds = chance.uniform(*form.seconds)
         # Everybody stands still without a hub: the shorter half.
-        seconds = seconds / 2 if hits_hub else seconds
+        seconds = chance.uniform(*form.seconds) / (2 if hits_hub else 1)
         yield chance.uniform(0.3, 3.0), Fault(kind, victim, seconds, chance.random())

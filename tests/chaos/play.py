@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from tests.chaos.checks import LONGEST_HANG
 from tests.chaos.faults import ALL, FORMS, HUB, Fault
-from tests.chaos.notes import Note
 from tests.chaos.world import World
 
 _MOST = 3  # faults at the same time
@@ -20,20 +19,12 @@ class Halted(Exception):
 
 @dataclass
 class Seen:
-    """What a site was last seen to do.
+    """What a site was last seen to do."""
 
-    Attributes:
-        at: When it made a step, or was started.
-        training: Whether it has made one since it was started.
-        back: Whether it has applied all records, since its last fault.
-        round: Rounds that have landed.
-        ended: Whether its training has.
-    """
-
-    at: float
-    training: bool = False
-    back: bool = False
-    round: int = 0
+    at: float  # when it made a step, or was started
+    training: bool = False  # it has made a step since it was started
+    back: bool = False  # it has applied all records since its last fault
+    round: int = 0  # rounds that have landed
     ended: bool = False
 
 
@@ -48,11 +39,7 @@ class Play:
     going_on: list[tuple[float, Fault]] = field(default_factory=list)
 
     def run(self, faults: Iterator[tuple[float, Fault]], count: int, seconds: float) -> None:
-        """Starts all, lets so many faults happen within so many seconds, and ends the run.
-
-        Raises:
-            Halted: If a process died by itself, or did not go on.
-        """
+        """Starts all, lets so many faults happen within so many seconds, and ends the run; raises `Halted`."""
         self.begin()
         deadline, done = time.monotonic() + seconds, 0
         while done < count and time.monotonic() < deadline:
@@ -92,18 +79,15 @@ class Play:
         self.until("some more rounds", lambda: self.records >= goal, 2 * LONGEST_HANG)
 
     def finish(self) -> None:
-        """Ends the run."""
         self.world.signal(HUB, signal.SIGUSR1)
         self.until("the end", lambda: all(own.ended for own in self.seen.values()), 2 * LONGEST_HANG)
 
     def wait(self, seconds: float) -> None:
-        """Looks at the run for so long."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             self.look()
 
     def until(self, what: str, holds: Callable[[], bool], seconds: float) -> None:
-        """Waits for something, for so many seconds."""
         deadline = time.monotonic() + seconds
         while not holds():
             self.look()
@@ -111,7 +95,7 @@ class Play:
                 raise Halted(f"{what}: not within {seconds:.0f} s: {self.seen}, {self.records} records")
 
     def may(self, fault: Fault) -> bool:
-        """Returns whether a fault may happen beside those that there are."""
+        """Whether a fault may happen beside those that there are."""
         victims = [one.victim for _, one in self.going_on]
         if ALL in (fault.victim, *victims):
             return not victims
@@ -120,7 +104,7 @@ class Play:
         return len(victims) < _MOST and fault.victim not in victims and is_back
 
     def look(self) -> None:
-        """Mends what is due, and sees what has been written down."""
+        """Mends what is due, sees what has been written down, and requires that all who are up go on."""
         time.sleep(0.05)
         now = time.monotonic()
         for at, fault in [one for one in self.going_on if one[0] <= now]:
@@ -131,29 +115,22 @@ class Play:
                 own.at, own.training = now, own.training and not FORMS[fault.kind].kills
             if fault.hits(HUB):
                 self.record_at = now + (_START if fault.kind == "blackout" else LONGEST_HANG)
-        for site in self.world.sites:
+        hit = {one.victim for _, one in self.going_on}
+        for site, own in self.seen.items():
             for note in self.world.news(site):
-                self._see(self.seen[site], site, note)
+                own.at = max(own.at, note["at"])
+                if note["what"] == "step":
+                    own.training, own.round = True, min(note["rounds"])
+                    own.back = own.back or (not hit & {site, HUB, ALL} and note["reachable"] and note["lag"] == 0)
+                own.ended = own.ended or note["what"] == "ended"
         for note in self.world.news(HUB):
             if note["what"] == "append":
                 self.records, self.record_at = self.records + 1, note["at"]
-        self._require_going_on(now)
-
-    def _see(self, own: Seen, site: str, note: Note) -> None:
-        own.at = max(own.at, note["at"])
-        if note["what"] == "step":
-            own.training, own.round = True, min(note["rounds"])
-            is_hit = any(one.victim in (site, HUB, ALL) for _, one in self.going_on)
-            own.back = own.back or (not is_hit and note["reachable"] and note["lag"] == 0)
-        own.ended = own.ended or note["what"] == "ended"
-
-    def _require_going_on(self, now: float) -> None:
-        if dead := self.world.dead():
-            raise Halted(f"{dead[0]} died by itself: {self.world.said(dead[0])}")
-        hit = {one.victim for _, one in self.going_on}
+        for name in self.world.dead():
+            raise Halted(f"{name} died by itself: {self.world.said(name)}")
         for site, own in self.seen.items():
             patience = LONGEST_HANG if own.training else _START
-            if not own.ended and site not in hit and ALL not in hit and now > own.at + patience:
+            if not own.ended and not hit & {site, ALL} and now > own.at + patience:
                 raise Halted(f"{site} has hung for {patience:.0f} s: {self.world.said(site)}")
         up = [site for site, own in self.seen.items() if own.training and own.back and site not in hit]
         ended = any(own.ended for own in self.seen.values())

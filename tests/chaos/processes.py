@@ -49,25 +49,15 @@ FEATURES, TARGETS = 16, 4
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs, and what it is told.
+    """Where a process runs, and what it is told."""
 
-    Attributes:
-        folder: Where notes, logs, keys and checkpoints are.
-        hub: Address and port of the hub.
-        port: For the ranks of the site among themselves.
-        seconds: That an inner step takes at least.
-        steps: After which the site ends; -1: when the run does.
-        namespace: The network namespace, if it is in one.
-        choices: More arguments of the federation.
-    """
-
-    folder: Path
-    hub: str
-    port: int
-    seconds: float
-    steps: int = -1
+    folder: Path  # of notes, logs, keys and checkpoints
+    hub: str  # its address and port
+    port: int  # for the ranks of the site among themselves
+    seconds: float  # that an inner step takes at least
+    steps: int = -1  # after which the site ends; -1: when the run does
     namespace: str | None = None
-    choices: Mapping[str, Any] = field(default_factory=lambda: {"lease": 2.0})
+    choices: Mapping[str, Any] = field(default_factory=lambda: {"lease": 2.0})  # more of the federation
 
     def enter(self, name: str) -> Notebook:
         """Moves this process there, and its output into a file; returns what it writes notes in."""
@@ -111,12 +101,10 @@ class Net(pl.LightningModule):
         self.net = nn.Sequential(*layers)
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        """Returns the loss of a batch, late."""
         time.sleep(self.seconds)
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Returns the inner optimizer."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
@@ -128,7 +116,7 @@ class Notes(Callback):
         self._began = 0.0
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
-        """Begins to look at the engine, which is there before the first batch."""
+        # The engine is there before the first batch.
         if self._began:
             return
         engine: Any = trainer.strategy.engine  # type: ignore[attr-defined]
@@ -159,12 +147,12 @@ class Notes(Callback):
 
 
 def waited_for_processor() -> float:
-    """Returns the seconds that the calling thread has been ready to run, and was not let to."""
+    """The seconds that the calling thread has been ready to run, and was not let to."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
 
 
 def stolen() -> list[float]:
-    """Returns the seconds that the host has given each processor of this virtual machine to others, as they wanted."""
+    """The seconds that the host has given each processor of this virtual machine to others, as they wanted."""
     lines = [line.split() for line in Path("/proc/stat").read_text().splitlines() if line.startswith("cpu")]
     return [int(fields[8]) / os.sysconf("SC_CLK_TCK") for fields in lines[1:]]
 
@@ -178,8 +166,9 @@ def note_follower(notebook: Notebook) -> None:
 
     def adopt(landings: dict[int, Any], follower: Follower, *_: Any) -> None:
         taken = [follower.fragments[index] for index in landings]
-        states = [[own.fragment, own.applied.round, own.applied.key, own.digest] for own in taken]
-        notebook.write("adopt", states=states)
+        notebook.write(
+            "adopt", states=[[own.fragment, own.applied.round, own.applied.key, own.digest] for own in taken]
+        )
 
     watch(Follower, "land", after=land)
     watch(Follower, "adopt", after=adopt)
@@ -217,18 +206,13 @@ def train(name: str, place: Place) -> None:
     die_at_stages(name, place.folder)
     pl.seed_everything(0)
     last = place.folder / name / "last.ckpt"
-    keys = place.folder / "keys"
-    strategy = StreamingDiLoCoStrategy(
-        sync_every=SYNC_EVERY,
-        overlap_steps=OVERLAP_STEPS,
-        fragments="strided:2",
-        federation=Federation(hub=place.hub, run=RUN, site=name, keys=keys, **place.choices),
-    )
+    federation = Federation(hub=place.hub, run=RUN, site=name, keys=place.folder / "keys", **place.choices)
+    settings: Any = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "fragments": "strided:2"}
     checkpoint = ModelCheckpoint(dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
-        strategy=strategy,
+        strategy=StreamingDiLoCoStrategy(federation=federation, **settings),
         max_steps=place.steps,
         max_epochs=-1,
         logger=False,
@@ -239,13 +223,12 @@ def train(name: str, place: Place) -> None:
     )
     # The samples of each site are its own.
     generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    samples = [torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)]
+    samples = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
     warnings.filterwarnings("ignore", ".*num_workers.*")
     module = Net(place.seconds)
-    loader = DataLoader(TensorDataset(*samples), batch_size=BATCH)
     # What a job of SLURM has saved on a signal is found by itself.
     goes_on = last.exists() and not [*last.parent.glob("hpc_ckpt*")]
-    trainer.fit(module, loader, ckpt_path=str(last) if goes_on else None)
+    trainer.fit(module, DataLoader(samples, batch_size=BATCH), ckpt_path=str(last) if goes_on else None)
     outer = hashlib.sha256()
     for parameter in module.parameters():
         outer.update(parameter.detach().numpy().tobytes())

@@ -16,8 +16,7 @@ from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from tests.federation.hubs import require_extra
 from tests.lightning.test_federation import played
 
-HEALED = 10.0
-"""Seconds within which a site whose link is whole again has all records, unless it fetches a state."""
+HEALED = 10.0  # seconds within which a site whose link is whole again has all records, unless it fetches a state
 
 
 def require_good(found: Found) -> None:
@@ -56,10 +55,7 @@ def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path:
     cuts = [Fault("cut", "b", seconds) for seconds in (5.0, 15.0, 60.0)]
     one_way = [Fault("cut_in", "b", 10.0), Fault("cut_out", "b", 10.0), Fault("nat", "b", 0.0)]
     worse = [Fault("loss", "b", 20.0, strength) for strength in (0.0, 1.0)]
-    with (
-        Links(4, MBIT_S, ONE_WAY_DELAY) as links,
-        World(tmp_path, "abc", 0.05, links=links) as world,
-    ):
+    with Links(4, MBIT_S, ONE_WAY_DELAY) as links, World(tmp_path, "abc", 0.05, links=links) as world:
         _, found = played(world, *cuts, *one_way, *worse, Fault("slow", "c", 20.0), Fault("move", HUB, 2.0))
     assert found["problems"] == []
     assert [one for one in found["returns"] if one["seconds"] > HEALED and not one["state"]] == []

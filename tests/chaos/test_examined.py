@@ -1,15 +1,10 @@
 """What the chaos benchmark says of notes whose answer is known, and that a seed is a sequence."""
 
-import json
 from itertools import islice
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-from tests.chaos.__main__ import add
 from tests.chaos.checks import Told, examined
-from tests.chaos.faults import ALL, HUB, Fault, sequence
-from tests.chaos.play import Play, Seen
+from tests.chaos.faults import HUB, sequence
 
 Note = dict[str, Any]
 
@@ -102,33 +97,3 @@ def test_a_seed_is_a_sequence_of_faults() -> None:
     assert not {fault.kind for _, fault in islice(sequence(1, "abc", links=False), 300)} & {"cut", "loss", "nat"}
     moved = islice(sequence(1, "abc", links=False, only=("move", "kill_in_upload")), 30)
     assert {(fault.kind, fault.victim == HUB) for _, fault in moved} == {("move", True), ("kill_in_upload", False)}
-
-
-def test_nothing_else_happens_to_those_who_are_all_down() -> None:
-    play = Play(Mock(sites=("a",)))
-    play.seen = {"a": Seen(0.0, back=True)}
-    blackout, stop = Fault("blackout", ALL, 1.0), Fault("stop", HUB, 1.0)
-    assert play.may(blackout)
-    assert play.may(stop)
-    play.going_on = [(1.0, blackout)]
-    assert not play.may(stop)
-
-
-def test_runs_of_one_commit_are_summed_and_the_same_run_counts_once(tmp_path: Path) -> None:
-    path = tmp_path / "chaos.json"
-    found = {
-        "namespaces": False,
-        "faults": {"kill": 2},
-        "records": 1,
-        "steps": 1,
-        "problems": [],
-        "slow": [],
-        "returns": [],
-    }
-    runs = [{**found, "seed": seed, "commit": commit, "stalls": {}} for seed, commit in ((1, "x"), (1, "y"), (2, "y"))]
-    for one in (*runs, runs[-1]):
-        of_commit = add(path, [one], quick=True)
-    assert [one["seed"] for one in of_commit] == [1, 2]
-    told = json.loads(path.read_text())
-    assert len(told["runs"]) == 3
-    assert told["headline"]["faults"] == 4

@@ -8,48 +8,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.links import Links
 from lightning_sdiloco.federation import add_keys, init_keys
 from tests.chaos.faults import ALL, FORMS, HUB, STAGES, Fault
-from tests.chaos.notes import Note, Notebook, Reader, read
+from tests.chaos.notes import Note, Notebook, news, read
 from tests.chaos.processes import RUN, Place, serve, train
 
 MBIT_S, ONE_WAY_DELAY = 100e6, 0.025
 _FLIGHT = 25.0  # seconds within which a site comes to every stage of a flight
 
-
-class Process(Protocol):
-    """A process, with the names that `multiprocessing` has for what can be done to it."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    @property
-    def exitcode(self) -> int | None: ...
-
-    def kill(self) -> None: ...
-
-    def join(self, timeout: float | None = None) -> None: ...
+Process = Any  # one of `multiprocessing`, or what has pid, exitcode, kill and join
 
 
 class World:
     """The processes of a federation, for the time of a ``with`` block.
 
-    Args:
-        folder: Where they write.
-        sites: The names of the sites.
-        seconds: That an inner step takes at least.
-        steps: After which sites end; -1: when the run does.
-        links: The slow links, open, with the hub as number 0 and the sites behind a NAT each; None: the loopback.
-        **choices: More arguments of the federation.
-
-    Attributes:
-        processes: Those that are up, by name.
-        places: Where each runs, and what it is told.
-        faults: Writes down what is done to them.
+    Sites end after so many steps, or with the run. With links open, the hub is number 0 and each site behind a NAT.
     """
 
     def __init__(
@@ -66,7 +42,7 @@ class World:
         self._number = {name: number for number, name in enumerate(names)}
         self.processes: dict[str, Process] = {}
         self.faults = Notebook(folder / "faults.jsonl")
-        self._readers = {name: Reader(folder / f"{name}.jsonl") for name in names}
+        self._heard = dict.fromkeys(names, 0)
         init_keys(folder / "keys", RUN)
         for site in sites:
             add_keys(folder / "keys", site)
@@ -84,36 +60,30 @@ class World:
         self._context.set_forkserver_preload(["tests.chaos.processes"])
 
     def __enter__(self) -> "World":
-        if self._links is not None:
-            for site in self.sites:
-                self._links.change(self._number[site], nat=True)
+        for site in self.sites if self._links is not None else ():
+            self._change(site, nat=True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for process in self.processes.values():
-            process.kill()
-            process.join()
+    def __exit__(self, *_: object) -> None:
+        for name in list(self.processes):
+            self._kill(name)
 
     def told(self, name: str) -> tuple[Any, ...]:
-        """Returns the arguments of `train`, or of `serve` for the hub."""
+        """The arguments of `train`, or of `serve` for the hub."""
         place = self.places[name]
         return (len(self.sites), replace(place, hub=self.hubs[0])) if name == HUB else (name, place)
 
     def started(self, name: str) -> Process:
-        """Starts the hub or a site."""
         process = self._context.Process(target=serve if name == HUB else train, args=self.told(name))
         process.start()
         return process
 
     def start(self, *names: str) -> None:
-        """Starts the hub or sites."""
         self.processes |= {name: self.started(name) for name in names}
 
     def begin(self, fault: Fault) -> None:
         """Lets a fault happen. One at a stage of a flight does when the site comes to it."""
-        victims = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,)
+        victims, change = (HUB, *self.sites) if fault.victim == ALL else (fault.victim,), None
         if fault.kind in STAGES:
             armed = self.folder / f"{fault.victim}.{fault.kind}"
             armed.touch()
@@ -131,15 +101,15 @@ class World:
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
             case "cut" | "cut_5" | "cut_15" | "cut_60":
-                self._change(fault.victim, cut_out=True, cut_in=True)
-            case "cut_out" | "cut_in":
-                self._change(fault.victim, **{fault.kind: True})
+                change = {"cut_out": True, "cut_in": True}
+            case "cut_out" | "cut_in" | "nat":
+                change = {fault.kind: True}
             case "loss":
-                self._change(fault.victim, loss=0.001 + 0.019 * fault.strength)
+                change = {"loss": 0.001 + 0.019 * fault.strength}
             case "slow":
-                self._change(fault.victim, rate=1e6 / 8)
-            case "nat":
-                self._change(fault.victim, nat=True)
+                change = {"rate": 1e6 / 8}
+        if change is not None:
+            self._change(fault.victim, **change)
 
     def end(self, fault: Fault) -> None:
         """Mends what a fault has done."""
@@ -159,35 +129,32 @@ class World:
         process.join()
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to a process."""
-        pid = self.processes[name].pid
-        assert pid is not None, "it has been started"
-        os.kill(pid, number)
+        os.kill(self.processes[name].pid, number)
 
     def _change(self, site: str, **link: Any) -> None:
         assert self._links is not None, "only links can be cut"
         self._links.change(self._number[site], **link)
 
     def dead(self) -> list[str]:
-        """Returns who has ended by itself, with an error."""
+        """Who has ended by itself, with an error."""
         return [name for name, process in self.processes.items() if process.exitcode]
 
     def said(self, name: str) -> str:
-        """Returns the last that a process has said."""
+        """The last that a process has printed."""
         path = self.folder / f"{name}.log"
         return path.read_text()[-4000:] if path.exists() else ""
 
     def notes(self, name: str) -> list[Note]:
-        """Returns all that a process has written down."""
         return read(self.folder / f"{name}.jsonl")
 
     def news(self, name: str) -> list[Note]:
-        """Returns what it has written down since the last time."""
-        return self._readers[name].new()
+        """What it has written down since the last time."""
+        notes, self._heard[name] = news(self.folder / f"{name}.jsonl", self._heard[name])
+        return notes
 
 
 def free_ports(number: int) -> list[int]:
-    """Those who look for a port at the same time may find the same one."""
+    """Ports that nobody uses, all taken at the same time: one looked for after another may be found twice."""
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
     ports = [int(one.getsockname()[1]) for one in listening]
     for one in listening:
