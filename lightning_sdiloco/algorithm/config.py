@@ -19,7 +19,7 @@ from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compressio
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
 from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
-from lightning_sdiloco.algorithm.schedule import Every, LaunchSchedule
+from lightning_sdiloco.algorithm.schedule import LaunchSchedule
 from lightning_sdiloco.algorithm.weighting import Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
 
@@ -248,18 +248,9 @@ class Settings:
         return self.routing.shared
 
     @property
-    def exchange_in_rounds(self) -> str | TwoShot:
-        """The exchange of outer gradients: in a leg each group sends its partners whole fragments."""
-        return self.exchange if self.shares else "gather"
-
-    @property
     def outer(self) -> OuterOptimizer:
         given = self.outer_optimizer
         return given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
-
-    @property
-    def launch_schedule(self) -> LaunchSchedule:
-        return self.schedule or Every()
 
     @property
     def aggregation(self) -> Weighing:

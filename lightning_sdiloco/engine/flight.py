@@ -76,7 +76,9 @@ class Synchronizer:
     ) -> None:
         self._fragments, self._topology, self._diagnoses = fragments, topology, diagnoses
         groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
-        self._rounded = all_reduce_for(settings.exchange_in_rounds, groups, codec, self._merge.kept)
+        # In a leg each group sends its partners whole fragments.
+        in_rounds = settings.exchange if settings.shares else "gather"
+        self._rounded = all_reduce_for(in_rounds, groups, codec, self._merge.kept)
         self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
         self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange

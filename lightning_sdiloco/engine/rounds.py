@@ -30,7 +30,7 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm import Fragment, Heard, Schedule, Settings
+from lightning_sdiloco.algorithm import Every, Fragment, Heard, Schedule, Settings
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
@@ -113,7 +113,7 @@ class Rounds:
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
-        self.partition, self.settings, self._launches = tuple(fragments), settings, settings.launch_schedule
+        self.partition, self.settings, self._launches = tuple(fragments), settings, settings.schedule or Every()
         self._begin_at(0)
         self.fragments = fragments_of(self.model, fragments, settings, self._topology, self.storage)
         # The outer gradient of a flight and the state that it replaces serve the next one.

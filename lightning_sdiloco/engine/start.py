@@ -154,9 +154,20 @@ def agreed_fragments(
 
 
 def cut(model: nn.Module, settings: Settings) -> Partition:
-    _require_initialised(model)
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    if lazy := [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]:
+        raise ValueError(
+            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, and the model is cut"
+            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of"
+            " its __init__."
+        )
     parameters = trainable(model)
-    _require_real(parameters)
+    if other := [name for name, parameter in parameters.items() if not parameter.is_floating_point()]:
+        raise ValueError(
+            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
+            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
+            " freeze it."
+        )
     frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
     return partition(described(parameters), settings.fragments, aliases(model), frozen)
 
@@ -186,11 +197,7 @@ def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Top
             settings.fragments,
             len(partition.fragments),
         )
-    _say_what_does_not_suit(settings, topology.num_groups)
-
-
-def _say_what_does_not_suit(settings: Settings, num_groups: int) -> None:
-    if suits := settings.better_for_sparse(num_groups):
+    if suits := settings.better_for_sparse(topology.num_groups):
         _log.warning(
             "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not sent adds up until it"
             " is, so that training is slow or diverges where outer_lr / (1 - outer_momentum) is not between %g and %g."
@@ -213,27 +220,6 @@ def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings,
             " averages them once more. outer_lr=1 and outer_momentum=0 leave it to the inner optimizer.",
             averaging[0],
             momentum,
-        )
-
-
-def _require_initialised(model: nn.Module) -> None:
-    tensors = chain(model.named_parameters(), model.named_buffers())
-    lazy = [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]
-    if lazy:
-        raise ValueError(
-            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, and the model is cut"
-            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of"
-            " its __init__."
-        )
-
-
-def _require_real(parameters: dict[str, Tensor]) -> None:
-    other = [name for name, parameter in parameters.items() if not parameter.is_floating_point()]
-    if other:
-        raise ValueError(
-            f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
-            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
-            " freeze it."
         )
 
 

@@ -66,7 +66,8 @@ class Theme:
 
     @property
     def style(self) -> dict[Any, Any]:
-        ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in self._ticks.items()}
+        tick = {"color": self.ink, "major.size": 0, "minor.size": 0, "major.pad": 6, "minor.pad": 6}
+        ticks = {f"{axis}tick.{name}": value for axis in "xy" for name, value in tick.items()}
         spines = {f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}
         papers = {f"{part}.facecolor": self.paper for part in ("figure", "axes", "savefig")}
         inks = dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "legend.labelcolor"), self.ink)
@@ -88,10 +89,6 @@ class Theme:
             **papers,
             **inks,
         }
-
-    @property
-    def _ticks(self) -> dict[str, Any]:
-        return {"color": self.ink, "major.size": 0, "minor.size": 0, "major.pad": 6, "minor.pad": 6}
 
 
 LIGHT = Theme(

@@ -742,7 +742,7 @@ def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[
         f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
         f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
         f'<p class="quiet">{escape(_about(run))}</p>',
-        f'<div class="tiles">{"".join(_tile(*tile) for tile in _tiles(run, verdict))}</div>',
+        f'<div class="tiles">{_tiles(run, verdict)}</div>',
         f'<h2>Verdict</h2><div class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in verdict.sentences)}</div>',
         *(_figure(name, themes) for name, themes in pictures.items()),
         "<h2>Ranks</h2>",
@@ -777,7 +777,7 @@ def _about(run: Run) -> str:
     )
 
 
-def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
+def _tiles(run: Run, verdict: Verdict) -> str:
     about = run.ranks[0].about
     steps = max(len(rank.steps) for rank in run.ranks)
     sent = max(bytes_sent(run).values())
@@ -791,11 +791,8 @@ def _tiles(run: Run, verdict: Verdict) -> list[tuple[str, str]]:
         tiles.append((f"1/{ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
         tiles.append((readable_rate(verdict.link.gbit_s), "link rate while in use"))
-    return tiles
-
-
-def _tile(value: str, label: str) -> str:
-    return f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
+    each = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles)
+    return "".join(each)
 
 
 def _table(run: Run) -> str:

@@ -36,7 +36,7 @@ from lightning_sdiloco.planning import (
 )
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 from lightning_sdiloco.tools.simulate.groups import LAST, Configuration, Run, check, class_at, run
-from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, Site, play_sites
+from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 
 # What is run
 
@@ -413,12 +413,8 @@ def _duration(seconds: float) -> str:
 _UNITS = ((3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
 
-def draw(path: str, outcomes: Sequence[Outcome], names: Sequence[str]) -> None:
-    """Writes the picture of a run or a sweep: losses over inner steps, and over the time or the bytes of a group."""
-    save_picture(path, partial(_draw, outcomes, names))
-
-
-def _draw(outcomes: Sequence[Outcome], names: Sequence[str], figure: Any) -> None:
+def draw(outcomes: Sequence[Outcome], names: Sequence[str], figure: Any) -> None:
+    """Draws a run or a sweep: losses over inner steps, and over the time or the bytes of a group."""
     left, right = figure.subplots(1, 2)
     cost, label = _cost(outcomes)
     for index, outcome in enumerate(outcomes):
@@ -439,12 +435,8 @@ def _draw(outcomes: Sequence[Outcome], names: Sequence[str], figure: Any) -> Non
     _finish(figure, left, right, label)
 
 
-def draw_compared(path: str, rows: Sequence[Compared], names: Sequence[str]) -> None:
-    """Writes the picture of a comparison over several seeds: differences with their intervals, and bytes or time."""
-    save_picture(path, partial(_draw_compared, rows, names), size=(8.4, 1.4 + 0.3 * len(rows)))
-
-
-def _draw_compared(rows: Sequence[Compared], names: Sequence[str], figure: Any) -> None:
+def draw_compared(rows: Sequence[Compared], names: Sequence[str], figure: Any) -> None:
+    """Draws a comparison over several seeds: differences with their intervals, and bytes or time."""
     left, right = figure.subplots(1, 2)
     timed = all(row.seconds is not None for row in rows)
     unit, name = _unit(max(row.seconds or 0.0 for row in rows)) if timed else (1e6, "MB sent by a group")
@@ -461,12 +453,8 @@ def _draw_compared(rows: Sequence[Compared], names: Sequence[str], figure: Any) 
     right.set_yticks([])
 
 
-def draw_sites(path: str, run: FederatedRun) -> None:
-    """Writes the picture of a federation: the loss of every site over inner steps, and over virtual time."""
-    save_picture(path, partial(_draw_sites, run))
-
-
-def _draw_sites(run: FederatedRun, figure: Any) -> None:
+def draw_sites(run: FederatedRun, figure: Any) -> None:
+    """Draws a federation: the loss of every site over inner steps, and over virtual time."""
     left, right = figure.subplots(1, 2)
     unit, name = _unit(max(site.ended for site in run.sites))
     for index, site in enumerate(run.sites):
@@ -624,16 +612,15 @@ def _worker_groups(
             done = run(own, planned.groups, planned.choices, stepped, where.speeds if where else None)
             outcomes.append(Outcome(planned, done, predict(done, where) if where else None))
     if json is not None:
-        told = {"circumstances": where}
-        _write(json, {**told, "runs": [_as_json(outcome) for outcome in outcomes]})
+        _write(json, {"circumstances": where, "runs": [_as_json(outcome) for outcome in outcomes]})
     seeds = len({planned.seed for planned in runs})
     if seeds > 1:
         rows = compared(outcomes, seeds)
         if picture is not None:
-            draw_compared(picture, rows, names)
+            save_picture(picture, partial(draw_compared, rows, names), size=(8.4, 1.4 + 0.3 * len(rows)))
         return compared_as_text(rows, names, where)
     if picture is not None:
-        draw(picture, outcomes, names)
+        save_picture(picture, partial(draw, outcomes, names))
     return sweep_as_text(outcomes, names, where) if names else run_as_text(outcomes[0], where)
 
 
@@ -642,20 +629,19 @@ def _federation(configuration: Configuration, places: Places, picture: str | Non
     with _progress(1) as begin:
         played = play_sites(configuration, places, {}, begin(places.sites, {}))
     if picture is not None:
-        draw_sites(picture, played)
+        save_picture(picture, partial(draw_sites, played))
     if json is not None:
-        _write(json, {"places": places, "sites": [_site_as_json(site) for site in played.sites]})
+        names = ("ended", "counted", "late", "missed", "weights")
+        sites = [
+            {
+                **{name: getattr(site.group, name) for name in ("losses", "outer_loss", "bytes_sent")},
+                "steps_done_at": site.times,
+                **{name: getattr(site, name) for name in names},
+            }
+            for site in played.sites
+        ]
+        _write(json, {"places": places, "sites": sites})
     return sites_as_text(played, places)
-
-
-def _site_as_json(site: Site) -> dict[str, Any]:
-    return {
-        "losses": site.group.losses,
-        "outer_loss": site.group.outer_loss,
-        "bytes_sent": site.group.bytes_sent,
-        "steps_done_at": site.times,
-        **{name: getattr(site, name) for name in ("ended", "counted", "late", "missed", "weights")},
-    }
 
 
 def _numbers(text: str | None, name: str) -> tuple[float, ...] | None:

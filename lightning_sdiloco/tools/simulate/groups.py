@@ -563,14 +563,14 @@ def check(
     with quiet():
         (arguments,) = turns.run([partial(configuration.arguments_of_strategy, rank, choices)])
     names = {item.name for item in fields(Settings)}
-    plain = {name: value for name, value in arguments.items() if name in names and _is_plain(value)}
+    # What is given by the path of a class is not made yet.
+    plain: dict[str, Any] = {
+        name: value
+        for name, value in arguments.items()
+        if name in names and isinstance(value, str | int | float | list | None)
+    }
     Settings(**plain)
     return arguments
-
-
-def _is_plain(value: Any) -> bool:
-    """Tells whether a value of a configuration is what the strategy gets, and not the path of a class."""
-    return isinstance(value, (str, int, float, list)) or value is None
 
 
 def _require_groups(groups: int) -> None:

@@ -188,21 +188,18 @@ class SimulatedWorld(Communicator):
         meeting = self._meetings[self._number]
         meeting.brought[self._rank] = what, value
         self._until(lambda: len(meeting.brought) == self.size)
-        _require_the_same([meeting.brought[rank][0] for rank in range(self.size)])
+        asked = [meeting.brought[rank][0] for rank in range(self.size)]
+        if len(set(asked)) > 1:
+            told = ", ".join(f"group {rank}: {what}" for rank, what in enumerate(asked))
+            raise RuntimeError(
+                f"The worker groups are at different points of the program ({told}). Real processes would wait for"
+                " each other until the timeout."
+            )
         meeting.left += 1
         if meeting.left == self.size:
             del self._meetings[self._number]
         self._number += 1
         return [meeting.brought[rank][1] for rank in range(self.size)]
-
-
-def _require_the_same(asked: list[str]) -> None:
-    if len(set(asked)) > 1:
-        told = ", ".join(f"group {rank}: {what}" for rank, what in enumerate(asked))
-        raise RuntimeError(
-            f"The worker groups are at different points of the program ({told}). Real processes would wait for each"
-            " other until the timeout."
-        )
 
 
 class TurnTakingExchange(Exchange[tuple[int, Any]]):
