@@ -39,6 +39,7 @@ from lightning_sdiloco.federation import (
     init_keys,
     key_of,
 )
+from tests.federation.trial import Part, Values
 
 RUN, LENGTH = "run-1", 1000
 HOLDERS = {**dict.fromkeys(("site-a", "site-b", "a", "b", "c"), "site"), "second": "hub"}
@@ -218,21 +219,16 @@ def charter(terms: Terms = TERMS, **other: str) -> Charter:
     return Charter(RUN, terms, {"compression": "'none'", **other}, fragments, ((),) * terms.fragments, {}, "5f")
 
 
-def digest(row: np.ndarray) -> int:
-    return int(key_of(row.tobytes())[:15], 16)
-
-
 class ScriptedSite:
     """The real follower and a real connection, with arithmetic on a few float32 values, and no model."""
 
     def __init__(self, connection: HubConnection, own: Charter, seed: int = 0) -> None:
-        self.connection = connection
-        self.charter = connection.agree(own)
+        self.connection, self.charter = connection, connection.agree(own)
         self.charter.require_same(own)
         terms = self.charter.terms
         self.follower = Follower(terms, self.charter.key, connection.site, connection.life)
-        self.outer = list(np.random.default_rng(seed).standard_normal((terms.fragments, LENGTH)).astype(np.float32))
-        self.local = [row.copy() for row in self.outer]
+        rows = np.random.default_rng(seed).standard_normal((terms.fragments, LENGTH)).astype(np.float32)
+        self.parts = [Part(Values(row)) for row in rows]
         self.noise = np.random.default_rng([ord(letter) for letter in connection.site])
         self.at = self.counted = self.welcomes = 0
         self.blobs: dict[str, dict[str, Any]] = {}
@@ -241,7 +237,7 @@ class ScriptedSite:
         connection.hello(self.follower)
 
     def digests(self) -> list[int]:
-        return list(map(digest, self.outer))
+        return [part.values.digest for part in self.parts]
 
     @property
     def rounds(self) -> list[int]:
@@ -254,7 +250,7 @@ class ScriptedSite:
                 case Welcomed():
                     self.welcomes += 1
                     for p in follower.welcome(event.welcome):
-                        self.local[p] = self.outer[p].copy()
+                        self.parts[p].drop()
                     anchor = event.anchor
                     fresh = follower.wants_state and anchor and not any(at.round for at in anchor.applied)
                     if fresh and tuple(self.digests()) == anchor.digests:
@@ -266,13 +262,13 @@ class ScriptedSite:
                     if event.blobs is not None:
                         self.blobs[event.record.key] = dict(event.blobs)
                 case StateWanted() if event.founding or follower.follows:
-                    applied = tuple(Position(0, self.charter.key) for _ in self.outer)
+                    applied = tuple(Position(0, self.charter.key) for _ in self.parts)
                     header = StateHeader(applied, tuple(self.digests())) if event.founding else follower.header()
-                    self.connection.give(event.request, header, [row.tobytes() for row in self.outer])
+                    self.connection.give(event.request, header, [part.values.outer.tobytes() for part in self.parts])
                 case StateArrived() if follower.wants_state:
-                    came = [np.frombuffer(part, np.float32).copy() for part in event.parts]
-                    for p, landing in follower.adopt(event.header, list(map(digest, came))).items():
-                        self.place(p, came[p], landing)
+                    came = [Values(np.frombuffer(part, np.float32).copy()) for part in event.parts]
+                    for p, landing in follower.adopt(event.header, [values.digest for values in came]).items():
+                        self.parts[p].place(came[p], landing)
                     self.states.append(event.source)
                     self.connection.hello(follower)
                 case Waiting() | Lost():
@@ -290,8 +286,8 @@ class ScriptedSite:
         waits = self.follower.waits(self.at, time.monotonic()) > 0.0
         if not waits and self.follower.follows and not self.follower.finished:
             self.at += 1
-            for row in self.local:
-                row += self.noise.standard_normal(LENGTH).astype(np.float32) / 16
+            for part in self.parts:
+                part.local += self.noise.standard_normal(LENGTH).astype(np.float32) / 16
             self.follower.trained(4)
         self.turn()
 
@@ -300,9 +296,10 @@ class ScriptedSite:
         for call in self.follower.skips():
             self.connection.skip(call)
         for p in self.follower.launches(self.at):
-            payload = (self.outer[p] - self.local[p]).tobytes()
+            values = self.parts[p].values
+            payload = (values.outer - self.parts[p].local).tobytes()
             named = (Payload(key_of(payload), len(payload)),)
-            if sent := self.follower.launch(p, self.at, digest(self.outer[p]), named):
+            if sent := self.follower.launch(p, self.at, values.digest, named):
                 self.connection.contribute(sent, {named[0].key: payload})
         while due := [record for record in self.follower.due(self.at) if record.key in self.blobs]:
             for record in due:
@@ -312,25 +309,16 @@ class ScriptedSite:
         self.connection.beat(self.follower)
 
     def land(self, record: Record) -> None:
-        p, blobs = record.fragment, self.blobs.pop(record.key)
+        part, blobs = self.parts[record.fragment], self.blobs.pop(record.key)
         total = sum(own.weight for own in record.counted)
         mean = np.zeros(LENGTH, np.float32)
         for own in record.counted:
             mean += np.float32(own.weight / total) * np.frombuffer(blobs[own.payloads[0].key], np.float32)
-        new = self.outer[p] - np.float32(0.7) * mean
-        landing = self.follower.land(record, digest(self.outer[p]), digest(new))
+        new = Values(part.values.outer - np.float32(0.7) * mean)
+        landing = self.follower.land(record, part.values.digest, new.digest)
         self.counted += record.of(self.connection.site) is not None
         if landing is not MergeAction.REFUSE:
-            self.place(p, new, landing)
-
-    def place(self, p: int, new: np.ndarray, landing: MergeAction) -> None:
-        if landing is MergeAction.MIX:
-            self.local[p] = np.float32(0.5) * (self.local[p] + new)
-        elif landing is MergeAction.CARRY:
-            self.local[p] = self.local[p] + (new - self.outer[p])
-        else:
-            self.local[p] = new.copy()
-        self.outer[p] = new
+            part.place(new, landing)
 
 
 class World:

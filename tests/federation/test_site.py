@@ -278,30 +278,6 @@ def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_lau
     assert run.lost[0, 0] == 1
 
 
-@pytest.mark.parametrize("is_evicted", [False, True], ids=["hub_dies", "site_is_evicted"])
-def test_who_is_killed_again_while_the_round_is_open_keeps_what_its_checkpoint_holds(is_evicted: bool) -> None:
-    run, state = with_a_round_open()
-    run.again(0, state)
-    run.train(4, 0)
-    state, values = run.sites[0].state(), run.sites[0].local()
-    run.train(3, 0)
-    run.die(0)
-    if is_evicted:
-        # The round closes without it, and what stood in it counts nowhere.
-        run.hub.coordinator.evict("s0")
-        run.lost[0, 0] += 8
-    else:
-        run.hub.restart()
-        run.sites[1].mended()
-    third = run.again(0, state)
-    assert torch.equal(third.local(), values)
-    assert run.pending(0) == 4
-    run.train(25)
-    run.check()
-    assert (run.counted(0)[0] == (1, 8)) is not is_evicted
-    assert run.lost[0, 0] == 1 + 3 + 8 * is_evicted
-
-
 def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = VirtualHub(2)
 

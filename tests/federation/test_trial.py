@@ -38,7 +38,7 @@ def play(seeds: Sequence[int]) -> None:
 
 def test_nothing_diverges_in_silence_and_nothing_counts_twice() -> None:
     # Every kind of world: its quorum, what becomes of late contributions, and who may train early.
-    play(SEEDS[1:193:12])
+    play((1, *SEEDS[6::13]))
 
 
 @pytest.mark.slow

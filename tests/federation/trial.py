@@ -8,7 +8,7 @@ sites believe. Bit flips and wrong arithmetic change values, never the lineage.
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
@@ -58,8 +58,8 @@ class Values(NamedTuple):
     """Outer values, their momentum, and the truth about where they come from."""
 
     outer: np.ndarray
-    momentum: np.ndarray
-    lineage: str
+    momentum: np.ndarray | None = None
+    lineage: str = ""
 
     @property
     def digest(self) -> int:
@@ -86,7 +86,7 @@ class Part:
     def drop(self) -> None:
         self.local, self.held, self.flight = self.values.outer.copy(), [], None
 
-    def place(self, new: Values, landing: MergeAction, has_landed: bool) -> None:
+    def place(self, new: Values, landing: MergeAction, has_landed: bool = True) -> None:
         """Does to the local values, and to the steps that are in them, what a landing says."""
         old, self.values = self.values, new
         if landing in (MergeAction.MIX, MergeAction.DROP):
@@ -628,7 +628,6 @@ class World:
         for site in self.sites.values():
             self.after(random.random(), site.start)
         self.after(5.0, self.fault)
-        self.after(5.0, self.look_around)
 
     # Time and network
 
@@ -795,11 +794,6 @@ class World:
                 self.tell(wrong, None, "refused", "evicted")
 
     # The run
-
-    def look_around(self) -> None:
-        if not self.hub.dead and not self.hub.stopped and self.hub.disk.is_real:
-            self.judge.looks_around(self.sites.values(), self.hub)
-        self.after(5.0, self.look_around)
 
     def run_until(self, done: Callable[[], bool]) -> None:
         while not done() and not self.judge.violations:
@@ -982,27 +976,15 @@ class Judge:
             why = "beyond the grace" if over else "for somebody who is not there"
             self.deny(hub.overdue[p] > 2, f"round {ledger.closed[p].round + 1} of {p} is open {why}")
 
-    def looks_around(self, sites: Collection[Site], hub: Hub) -> None:
-        """Looks, when nothing has been wrong for a while, for sites that stay behind."""
-        if not isinstance(hub.ledger.source("the judge", hub.world.now), str):
-            # The hub says that nobody has a state: who has one is on the way, or an operator decides.
-            return
-        for site in sites:
-            if site.is_well and site.world.now - max(site.calm_since, hub.started) > 15:
-                self.behind(site, hub, RETENTION)
-
-    def behind(self, site: Site, hub: Hub, most: int) -> None:
-        pairs = zip(hub.ledger.closed, site.follower.fragments, strict=True)
-        behind = max(closed.round - own.applied.round for closed, own in pairs)
-        self.deny(behind > most, f"{site.name} is {behind} rounds behind")
-
     def quiet(self, world: World) -> None:
         records, fragments = world.quiet_records or [], world.terms.fragments
         self.deny(len(records) / fragments < QUIET / 6, f"only {len(records)} records while nothing was wrong")
         later = records[len(records) // 2 :]
         alive = [site for site in world.sites.values() if site.alive]
         for site in alive:
-            self.behind(site, world.hub, 2)
+            pairs = zip(world.hub.ledger.closed, site.follower.fragments, strict=True)
+            behind = max(closed.round - own.applied.round for closed, own in pairs)
+            self.deny(behind > 2, f"{site.name} is {behind} rounds behind")
             self.deny(not site.follower.follows, f"{site.name} does not follow at the end")
             # Who can answer a call within the grace counts, also at half the speed of the others.
             prompt = site.calm_since < world.now - QUIET + 1 and site.speed <= 0.3 and world.terms.grace >= 0.65

@@ -1,12 +1,12 @@
-"""Ranks of sites as processes of their own, for tests: they train a small model and write down when they stepped."""
+"""Ranks of sites as processes of their own: they train a small model, and write down what they know after each step."""
 
 import hashlib
 import json
 import os
+import pickle
 import sys
 import time
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,50 +38,47 @@ class Place:
 
     site: str
     hub: str
-    keys: Path
     folder: Path
     port: int
     rank: int = 0
     ranks: int = 1
-    late: Literal["carry", "drop"] = "drop"
+    late: Literal["carry", "drop"] = "carry"
 
     @property
     def name(self) -> str:
         return f"{self.site}{self.rank or ''}"
 
-    @cached_property
-    def federation(self) -> Federation:
-        return Federation(hub=self.hub, run="run", site=self.site, keys=self.keys, late=self.late, lease=2.0)
-
     def settle(self) -> None:
-        """Prepares this process."""
         own = {"LOCAL_RANK": self.rank, "RANK": self.rank, "NODE_RANK": 0, "WORLD_SIZE": self.ranks}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "GLOO_SOCKET_IFNAME": "lo"}
         os.environ |= {key: str(value) for key, value in own.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port), "GLOO_SOCKET_IFNAME": "lo"}
         log = os.open(self.folder / f"{self.name}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
         os.dup2(log, 1)
         os.dup2(log, 2)
         torch.set_num_threads(1)
         pl.seed_everything(0)
 
-    def data(self) -> TensorDataset:
-        """The data of this site."""
-        generator = torch.Generator().manual_seed(sum(map(ord, self.site)))
-        return TensorDataset(
-            torch.randn(512, FEATURES, generator=generator), torch.randn(512, TARGETS, generator=generator)
-        )
-
 
 class Net(pl.LightningModule):
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, is_sharded: bool, is_jittery: bool) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.is_sharded, self.is_jittery = seconds, is_sharded, is_jittery
         self.net = wide()
 
+    def configure_model(self) -> None:
+        if self.is_sharded and not any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            mesh = self.device_mesh["data_parallel"]
+            for layer in (*self.net, self.net):
+                fully_shard(layer, mesh=mesh)
+
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
-        time.sleep(self.seconds)
+        # Where ranks leave out micro-batches, the last one takes longer for each in every second inner step.
+        is_last = self.trainer.local_rank == self.trainer.num_devices - 1
+        if not self.is_jittery or (is_last and self.trainer.global_step % 2):
+            time.sleep(self.seconds)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("trained", loss, on_step=True, sync_dist=True)
+        if not self.is_jittery:
+            self.log("trained", loss, on_step=True, sync_dist=True)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
@@ -91,36 +88,15 @@ class Net(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class ShardedNet(Net):
-    def configure_model(self) -> None:
-        if not any(hasattr(parameter, "placements") for parameter in self.parameters()):
-            mesh = self.device_mesh["data_parallel"]
-            for layer in self.net:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.net, mesh=mesh)
-
-
 class Notes(Callback):
-    """Writes a line at once for every step: how long it took, and what the site knows of the run."""
+    """Writes a line at once for every step."""
 
     def __init__(self, path: Path) -> None:
         self.file = path.open("a")
-        self.began = time.monotonic()
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.began = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        now = time.monotonic()
         engine = trainer.strategy.engine
-        follower = engine.loop.follower
-        rounds = [own.applied.round for own in follower.fragments]
-        digests = [own.digest for own in follower.fragments]
-        began, ended = engine.step_span
-        took, stalled = now - self.began, ended - began
-        step = engine.inner_steps
-        self.write(step=step, took=took, stalled=stalled, at=now, rounds=rounds, digests=digests, lag=follower.lag)
-        self.began = time.monotonic()
+        self.write(step=engine.inner_steps, rounds=[own.applied.round for own in engine.loop.follower.fragments])
 
     def write(self, **what: object) -> None:
         self.file.write(json.dumps(what) + "\n")
@@ -128,29 +104,23 @@ class Notes(Callback):
 
 
 def train(
-    place: Place,
-    steps: int,
-    seconds: float,
-    sharded: bool = False,
-    validates: int = 0,
+    place: Place, steps: int, seconds: float, is_sharded: bool = False, validates: int = 0, budget: Any = None
 ) -> None:
     """Trains a site until it has made so many inner steps, each of which takes some seconds at least.
 
-    Args:
-        place: Which rank this is.
-        steps: How many.
-        seconds: How long a step takes.
-        sharded: Whether its ranks share one model.
-        validates: After how many steps it validates, and saves the best model; 0: it saves every 25 steps.
+    It validates after so many steps and saves the best model, or saves every 25 steps. With a budget, ranks leave out
+    micro-batches, of two samples each and four in an inner step.
     """
     place.settle()
     folder = place.folder / place.site
     last = folder / "last.ckpt"
-    if sharded:
+    keys = place.folder / "keys"
+    federation = Federation(hub=place.hub, run="run", site=place.site, keys=keys, late=place.late, lease=2.0)
+    if is_sharded:
         sizes = {"data_parallel_size": place.ranks}
-        strategy = StreamingDiLoCoModelParallelStrategy(federation=place.federation, **sizes, **CHOICES)
+        strategy = StreamingDiLoCoModelParallelStrategy(federation=federation, **sizes, **CHOICES)
     else:
-        strategy = StreamingDiLoCoStrategy(federation=place.federation, **CHOICES)
+        strategy = StreamingDiLoCoStrategy(federation=federation, **CHOICES)
     saves: dict[str, Any] = {"monitor": "seen"} if validates else {"every_n_train_steps": 25, "save_top_k": 0}
     notes = Notes(place.folder / f"{place.name}.jsonl")
     trainer = pl.Trainer(
@@ -162,6 +132,7 @@ def train(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        accumulate_grad_batches=4 if budget else 1,
         val_check_interval=validates or None,
         limit_val_batches=2 if validates else 0,
         callbacks=[
@@ -170,21 +141,27 @@ def train(
             ModelCheckpoint(dirpath=folder, save_last=True, **saves),
         ],
     )
-    loader = DataLoader(place.data(), batch_size=BATCH)
-    net = (ShardedNet if sharded else Net)(seconds)
+    # The data of each site are its own.
+    generator = torch.Generator().manual_seed(sum(map(ord, place.site)))
+    data = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
+    loader: Any = DataLoader(data, batch_size=2 if budget else BATCH)
+    ends: dict[str, Any] = {"ended": True}
+    if budget:
+        loader = DropCompute(4, budget, most_dropped=0.3)(loader)
+    net = Net(seconds, is_sharded, bool(budget))
     try:
-        trainer.fit(net, loader, loader, ckpt_path=str(last) if last.exists() else None)
-        ended: dict[str, Any] = {"ended": True}
+        trainer.fit(net, loader, loader if validates else None, ckpt_path=str(last) if last.exists() else None)
     except SIGTERMException:
-        ended = {"ended": True, "terminated": True}
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    state = {} if "terminated" in ended else strategy.outer_state_dict()
-    outer, digest = {name: float(values.sum()) for name, values in state.items()}, hashlib.sha256()
-    for values in state.values():
+        ends["terminated"] = True
+    if budget:
+        ends |= {"dropped": loader.dropped, "samples": 2 * (steps * 4 - loader.dropped), "budget": loader.budget}
+        ends["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
+    ends["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    digest = hashlib.sha256()
+    for values in ({} if "terminated" in ends else strategy.outer_state_dict()).values():
         digest.update(values.numpy().tobytes())
     applied = [list(own.applied) for own in strategy.engine.loop.follower.fragments]
-    about = {"report": strategy.report(), "metrics": metrics}
-    notes.write(**ended, **about, outer=outer, digest=digest.hexdigest(), applied=applied)
+    notes.write(**ends, report=strategy.report(), digest=digest.hexdigest(), applied=applied)
 
 
 def train_under_torchrun(place: Place, ranks: int, *arguments: float) -> None:
@@ -196,49 +173,12 @@ def train_under_torchrun(place: Place, ranks: int, *arguments: float) -> None:
     # Otherwise ranks that are started again read where those before them listened.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     meets = ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{place.port}"]
-    about = [place.site, place.hub, place.keys, place.folder, place.late, *arguments]
-    torch.distributed.run.main([*meets, "--local-addr=127.0.0.1", "--max-restarts=1", "-m", __name__, *map(str, about)])
-
-
-def rank_of_torchrun(site: str, hub: str, keys: str, folder: str, late: Any, steps: str, seconds: str) -> None:
-    """Trains a rank that torchrun has started."""
-    port, rank, ranks = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
-    train(Place(site, hub, Path(keys), Path(folder), port, rank, ranks, late), int(steps), float(seconds))
-
-
-class Jittery(Net):
-    """The last rank of a site takes longer for a micro-batch in every second inner step."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        if self.trainer.local_rank == self.trainer.num_devices - 1 and self.trainer.global_step % 2:
-            time.sleep(self.seconds)
-        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
-
-
-def train_dropping(place: Place, steps: int, seconds: float, budget: Any) -> None:
-    """Trains a site whose ranks leave out micro-batches, of two samples each and four in an inner step."""
-    place.settle()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=place.ranks,
-        strategy=StreamingDiLoCoStrategy(federation=place.federation, **CHOICES),
-        accumulate_grad_batches=4,
-        max_steps=steps,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
-    net = Jittery(seconds)
-    loader = DropCompute(4, budget, most_dropped=0.3)(DataLoader(place.data(), batch_size=2))
-    trainer.fit(net, loader)
-    trained = steps * 4 - loader.dropped
-    same = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
-    Notes(place.folder / f"{place.name}.jsonl").write(
-        ended=True, trained=2 * trained, dropped=loader.dropped, budget=loader.budget, same=same
-    )
+    told = place.folder / f"{place.site}.told"
+    told.write_bytes(pickle.dumps((place, arguments)))
+    torch.distributed.run.main([*meets, "--local-addr=127.0.0.1", "--max-restarts=1", "-m", __name__, str(told)])
 
 
 if __name__ == "__main__":
-    rank_of_torchrun(*sys.argv[1:])
+    here, arguments = pickle.loads(Path(sys.argv[1]).read_bytes())
+    port, rank, ranks = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    train(replace(here, port=port, rank=rank, ranks=ranks), *arguments)
