@@ -1,10 +1,7 @@
 """Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer checkpoints."""
 
+import gc
 import importlib
-import logging
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation import HubConnection, InProcessHub, Record, payloads_of
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
+from tests.lightning.uneven_fits import same
 from tests.ranks import run_processes, run_ranks
 from tests.scripts import run_script
 from tests.training import LAYERS, batch, inner_optimizer, mlp
@@ -105,8 +103,7 @@ def in_plain_loop(rank: int, world_size: int, warmup_steps: int) -> dict[str, Te
 def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str, warmup_steps: int) -> None:
     expected = run_ranks(in_plain_loop, ranks, warmup_steps)
     for actual in run_processes(in_fabric, ranks, distribution, warmup_steps):
-        assert actual.keys() == expected[0].keys()
-        assert [name for name in actual if not torch.equal(actual[name], expected[0][name])] == []
+        assert same(actual, expected[0])
 
 
 def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model() -> None:
@@ -139,34 +136,47 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model()
     assert weights == [4 * 8, 4 * 8, 3 * 8]
 
 
-def test_what_goes_over_all_ranks_and_what_stays_in_the_group() -> None:
+def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpoint_holds(tmp_path: Path) -> None:
     def loop(rank: int, world_size: int) -> dict[str, Any]:
         fabric = fabric_of(world_size)
-        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("sgd", net))
+        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
         loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
-        seen = [int(value) for (value,) in loader]
-        fabric.backward(model(torch.full((2, 5), float(rank))).square().mean())
-        optimizer.step()
-        local = [parameter.clone() for parameter in net.parameters()]
+        found: dict[str, Any] = {"seen": [int(value) for (value,) in loader]}
+        for step in range(1, 11):
+            x, y = part(rank, world_size, step)
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        local = {name: values.clone() for name, values in net.state_dict().items()}
         with fabric.strategy.evaluate():
-            outer = model(torch.ones(1, 5)).detach()
-        assert all(map(torch.equal, local, net.parameters()))
+            found["shown"] = model(torch.ones(1, 5)).detach()
+        assert same(local, net.state_dict())
         fabric.barrier()
-        return {
-            "seen": seen,
-            "reduced": float(fabric.all_reduce(torch.tensor(float(rank)))),
-            "gathered": fabric.all_gather(torch.tensor(rank)).tolist(),
-            "outer": outer,
-            "local": local[0],
-        }
+        reduced = float(fabric.all_reduce(torch.tensor(float(rank))))
+        found |= {"reduced": reduced, "gathered": fabric.all_gather(torch.tensor(rank)).tolist(), "local": local}
+        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 10})
+        fabric.save(tmp_path / "weights.ckpt", {"model": model})
+        found["outer"] = fabric.strategy.outer_state_dict()
+        fabric.strategy.engine.close()
+        other = fabric_of(world_size, sync_every=5)  # whatever its settings
+        fresh = other.setup(mlp(5))
+        assert other.load(tmp_path / "a.ckpt", {"model": fresh}).keys() == {"optimizer", "step"}
+        with_optimizer = {"model": fresh, "optimizer": other.setup_optimizers(inner_optimizer("adamw", fresh))}
+        with pytest.raises(ValueError, match="other settings: sync_every was 4, now it is 5"):
+            other.load(tmp_path / "a.ckpt", with_optimizer)
+        return found | {"loaded": dict(fresh.state_dict())}
 
     ranks = run_processes(loop, 4)
     assert sorted(value for one in ranks for value in one["seen"]) == list(range(8))
-    assert [one["reduced"] for one in ranks] == [1.5] * 4
-    assert [one["gathered"] for one in ranks] == [[0, 1, 2, 3]] * 4
-    assert all(torch.equal(one["outer"], ranks[0]["outer"]) for one in ranks)
-    assert torch.equal(ranks[0]["local"], ranks[1]["local"])
-    assert not torch.equal(ranks[1]["local"], ranks[2]["local"])
+    stored, alone = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("a", "weights"))
+    assert (alone.keys(), stored["step"]) == ({"model"}, 10)
+    for one in ranks:
+        assert (one["reduced"], one["gathered"]) == (1.5, [0, 1, 2, 3])
+        assert torch.equal(one["shown"], ranks[0]["shown"])
+        assert all(same(one["outer"], held) for held in (stored["model"], alone["model"], one["loaded"]))
+    assert same(ranks[0]["local"], ranks[1]["local"])
+    assert not same(ranks[1]["local"], ranks[2]["local"])
+    assert not (tmp_path / "weights.ckpt.sdiloco").exists()
 
 
 def test_groups_are_made_of_the_processes_that_an_environment_knows() -> None:
@@ -186,57 +196,23 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows() -> None:
     assert run_processes(loop, 2) == [[(2, 0, 2, [0, 2, 4, 6])] * 2, [(2, 1, 2, [1, 3, 5, 7])] * 2]
 
 
-def test_a_checkpoint_holds_the_outer_model_and_its_weights_can_be_taken_alone(tmp_path: Path) -> None:
-    def loop(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-        fabric = fabric_of(world_size)
-        model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
-        for step in range(1, 11):
-            x, y = part(rank, world_size, step)
-            fabric.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        fabric.save(tmp_path / "a.ckpt", {"model": model, "optimizer": optimizer, "step": 10})
-        fabric.save(tmp_path / "weights.ckpt", {"model": model})
-        outer = fabric.strategy.outer_state_dict()
-        fabric.strategy.engine.close()
-        other = fabric_of(world_size, sync_every=5)  # whatever its settings
-        fresh = other.setup(mlp(5))
-        assert other.load(tmp_path / "a.ckpt", {"model": fresh}).keys() == {"optimizer", "step"}
-        with pytest.raises(ValueError, match="other settings: sync_every was 4, now it is 5"):
-            other.load(
-                tmp_path / "a.ckpt",
-                {"model": fresh, "optimizer": other.setup_optimizers(inner_optimizer("adamw", fresh))},
-            )
-        return [outer, dict(fresh.state_dict())]
-
-    for outer, loaded in run_processes(loop, 2):
-        stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
-        alone = torch.load(tmp_path / "weights.ckpt", weights_only=True)
-        assert alone.keys() == {"model"}
-        assert stored["step"] == 10
-        for name, values in outer.items():
-            assert torch.equal(stored["model"][name], values)
-            assert torch.equal(alone["model"][name], values)
-            assert torch.equal(loaded[name], values)
-    assert not (tmp_path / "weights.ckpt.sdiloco").exists()
-
-
 def test_what_one_strategy_cannot_train_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    def trained(rank: int) -> Any:
+        fabric = fabric_of(2)
+        model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
+        optimizer.step()
+        return fabric, net, optimizer
+
     def loop(rank: int, world_size: int) -> list[str]:
-        texts = []
         fabric = fabric_of(world_size)
-        with caplog.at_level(logging.WARNING):
-            fabric.strategy.finish()
-            texts.append(caplog.text)
+        fabric.strategy.finish()
+        texts = [caplog.text]
         pairs = [fabric.setup(net, inner_optimizer("sgd", net)) for net in (mlp(0), mlp(1))]
         for model, optimizer in pairs:
             fabric.backward(model(torch.ones(2, 5)).sum())
             with pytest.raises(ValueError, match="One strategy trains one model") as caught:
                 optimizer.step()
-        texts.append(str(caught.value))
-        fabric = fabric_of(world_size)
-        model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
-        optimizer.step()
+        fabric, net, optimizer = trained(rank)
         fabric.strategy.finish()
         with pytest.raises(RuntimeError, match="after fabric.strategy.finish"):
             optimizer.step()
@@ -246,11 +222,15 @@ def test_what_one_strategy_cannot_train_is_refused(caplog: pytest.LogCaptureFixt
         fabric.strategy.finish()
         with pytest.raises(ValueError, match="'1' is a SyncBatchNorm over all ranks"):
             fabric.setup(nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)))
-        return texts
+        caplog.clear()
+        trained(rank)
+        gc.collect()  # it was dropped, as at the end of a script
+        return [*texts, str(caught.value), caplog.text]
 
-    for nothing, several in run_processes(loop, 2):
+    for rank, (nothing, several, unfinished) in enumerate(run_processes(loop, 2)):
         assert "no optimizer that was set up" in nothing
         assert "put the networks into one nn.Module" in several
+        assert ("ended after 1 inner steps without fabric.strategy.finish()" in unfinished) == (rank == 0)
 
 
 def test_arguments_are_refused_before_any_process_starts() -> None:
@@ -287,6 +267,8 @@ def main(fabric):
     values = fabric.all_gather(net.weight.detach().sum())
     told = "equal" if values[0] == values[1] else "different"
     sys.stdout.write(f"{told} {fabric.strategy.topology.num_groups}\\n")  # at once, since both ranks write
+    fabric.barrier()
+
 
 
 if __name__ == "__main__":
@@ -304,18 +286,11 @@ if __name__ == "__main__":
     ["streaming_diloco", "streaming_diloco_fork", pytest.param("streaming_diloco_spawn", marks=pytest.mark.large)],
 )
 def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "train.py").write_text(SCRIPT)
     # Where processes run the script again, the groups are not joined in the end.
     finished = name != "streaming_diloco"
-    if finished:
-        told, warned = run_script(script, name, "finish"), (tmp_path / "stderr").read_text()
-    else:
-        # The warning comes as the interpreter ends.
-        done = subprocess.run([sys.executable, str(script), name], capture_output=True, text=True, timeout=100)
-        told, warned = done.stdout, done.stderr
-    assert told.count("equal 2" if finished else "different 2") == 2, warned
-    assert ("without fabric.strategy.finish()" in warned) != finished
+    told = run_script(tmp_path / "train.py", name, *["finish"] * finished)
+    assert told.count("equal 2" if finished else "different 2") == 2, (tmp_path / "stderr").read_text()
 
 
 @pytest.mark.parametrize("distribution", STRATEGIES)
