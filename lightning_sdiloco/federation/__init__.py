@@ -17,7 +17,7 @@ from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
 from lightning_sdiloco.federation.journal import LedgerError, SQLiteLedger
-from lightning_sdiloco.federation.keys import ROLES, Role, add_keys, identity_of, init_keys, revoke_keys, valid_until
+from lightning_sdiloco.federation.keys import ROLES, Role, add_keys, bundle_at, init_keys, revoke_keys
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.memory import InProcessHub, VirtualHub, VirtualLink, VirtualTime
 from lightning_sdiloco.federation.messages import (

@@ -71,10 +71,6 @@ class Stepped(NamedTuple):
     moved: Tensor
     arrival: Arrival
 
-    def forgotten(self) -> Arrival:
-        """Returns what the record brings a site that does not count in it: what it remembers stays."""
-        return self.arrival._replace(changes={"outer": self.arrival.changes["outer"]})
-
 
 class _Site(NamedTuple):
     """Holds what came of a site: how many ranks it has, how it encodes, and their payloads by rank, on the host."""
@@ -167,36 +163,30 @@ class SiteArithmetic:
         digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
         return Stepped(digests[0], digests[1], moved, arrival)
 
-    def bytes_fetched(self, record: Record, site: str) -> int:
-        fetched = _fetched_by(self._rank, self._ranks, record)
-        return sum(payload.size for index, _, payload in fetched if record.counted[index].site != site)
-
     def _at(self, fragment: int, round: int, choice: int = 0) -> AllReduce:
         return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
         """Returns what came of each site: of one of as many ranks what this rank needs, of others everything."""
-        of_ranks = [_fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
+        of_ranks = [fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
         rounded = self._at(record.fragment, record.round)
         encoded_by = [self._exact_all_reduce if own.exact else rounded for own in record.counted]
         sites = [_Site(len(own.payloads), by, {}) for own, by in zip(record.counted, encoded_by, strict=True)]
         for site, place, payload in of_ranks[self._rank]:
-            sites[site].payloads[place] = to_tensor(blobs[payload.key])
-        if any(site.ranks != self._ranks for site in sites):
-            self._pass_on([[one for one in own if sites[one[0]].ranks != self._ranks] for own in of_ranks], sites)
+            sites[site].payloads[place] = torch.frombuffer(bytearray(blobs[payload.key]), dtype=torch.uint8)
+        # What came of sites of another number of ranks all need, whichever has fetched it.
+        passed = [[one for one in own if sites[one[0]].ranks != self._ranks] for own in of_ranks]
+        sizes = [[payload.size for *_, payload in own] for own in passed]
+        if any(passed):
+            flat = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
+            if passed[self._rank]:
+                here = [sites[site].payloads[place] for site, place, _ in passed[self._rank]]
+                flat[: sum(sizes[self._rank])] = torch.cat(here)
+            for own, lengths, came in zip(passed, sizes, self._site.all_gather(flat), strict=True):
+                parts = came[: sum(lengths)].split(lengths) if lengths else ()
+                for (site, place, _), part in zip(own, parts, strict=True):
+                    sites[site].payloads.setdefault(place, part)
         return sites
-
-    def _pass_on(self, of_ranks: Sequence[Sequence[_Fetched]], sites: Sequence[_Site]) -> None:
-        """Gives all ranks what each of them has fetched. In-group collective."""
-        sizes = [[payload.size for *_, payload in fetched] for fetched in of_ranks]
-        flat = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
-        if sizes[self._rank]:
-            own = [sites[site].payloads[place] for site, place, _ in of_ranks[self._rank]]
-            flat[: sum(sizes[self._rank])] = torch.cat(own)
-        for fetched, lengths, came in zip(of_ranks, sizes, self._site.all_gather(flat), strict=True):
-            parts = came[: sum(lengths)].split(lengths) if lengths else ()
-            for (site, place, _), part in zip(fetched, parts, strict=True):
-                sites[site].payloads.setdefault(place, part)
 
     def _mean(self, fragment: FragmentState, sites: Sequence[_Site], count: Count, like: Tensor) -> Tensor:
         layout, all_reduce = fragment.layout, sites[0].all_reduce
@@ -245,7 +235,8 @@ class SiteArithmetic:
         return {index: part.view_as(own) for index, (part, own) in enumerate(zip(parts, outer, strict=True))}
 
 
-def _fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
+def fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
+    """Returns which payloads a rank fetches for a record."""
     return [
         (site, place, own.payloads[place])
         for site, own in enumerate(record.counted)
@@ -262,10 +253,6 @@ def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communica
 def to_bytes(values: Tensor) -> bytes:
     on_host = values.to("cpu").contiguous()
     return ctypes.string_at(on_host.data_ptr(), on_host.numel()) if on_host.numel() else b""
-
-
-def to_tensor(data: Bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 # Values of the self-test: no multiple of a block, so that padding is tested too.

@@ -27,16 +27,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """Names a `Quorum`, as it stands in the charter: every hub of the run makes the same one of it.
-
-    Args:
-        class_path: Its class.
-        init_args: The arguments of that, as values of JSON.
-
-    Examples:
-        >>> print(ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5}))
-        lightning_sdiloco.DynamicBackup(least=0.5)
-    """
+    """Names a `Quorum`, as it stands in the charter: every hub of the run makes the same one of it."""
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Any]
@@ -94,33 +85,15 @@ Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 @dataclass(frozen=True)
 class Charter(Message):
-    """Holds what must be the same at all sites, and stays the same as long as the run lasts.
-
-    Args:
-        run: The name of the run.
-        terms: The numbers of its rules.
-        settings: Every setting of the training as text, with no ``"auto"`` left in it.
-        fragments: Of each fragment its parameters, in the order of their values in a payload: pairs of a name, and what
-            describes shape and dtype.
-        shards: Of each fragment the sizes of its shards where ranks must be the same everywhere; otherwise empty.
-        versions: The versions of what takes part in the arithmetic.
-        self_test: What the arithmetic of a site makes of known values.
-
-    Examples:
-        >>> terms = Terms(fragments=1, sync_every=100, overlap_steps=5, grace=2.0)
-        >>> ours = Charter("llm", terms, {"compression": "'fp4'"}, ((("weight", "(2, 2)"),),), ((),), {}, "5f")
-        >>> theirs = Charter("llm", terms, {"compression": "'fp32'"}, ((("weight", "(2, 2)"),),), ((),), {}, "60")
-        >>> ours.differences(theirs)
-        ["settings.compression is 'fp4' here and 'fp32' there", 'self_test is 5f here and 60 there']
-    """
+    """Holds what must be the same at all sites, and stays the same as long as the run lasts."""
 
     run: Name
     terms: Terms
-    settings: Mapping[str, str]
+    settings: Mapping[str, str]  # every one as text, with no "auto" left in it
     fragments: tuple[Parameters, ...]
-    shards: tuple[tuple[int, ...], ...]
-    versions: Mapping[str, str]
-    self_test: str
+    shards: tuple[tuple[int, ...], ...]  # of each fragment their sizes, where ranks must be the same everywhere
+    versions: Mapping[str, str]  # of what takes part in the arithmetic
+    self_test: str  # what the arithmetic of a site makes of known values
 
     most_bytes = 1 << 26  # it names every parameter
     sealed = True

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from typing_extensions import override
+
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of
-from lightning_sdiloco.federation.keys import Identity, Role, bundle_of, host_of
+from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.wire import (
     CHUNK,
@@ -115,16 +117,9 @@ class HubClient:
         self._hubs, self._turn = [one.strip() for one in hub.split(",")], 0
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
-        self._lock = threading.Lock()
-        self._running: set[Any] = set()
-        self._away: str | None = None  # why the hub counts as gone
+        self.away: str | None = None  # why the hub counts as gone
         self._listening = False
         self._closed = threading.Event()
-
-    @property
-    def reachable(self) -> bool:
-        """Whether the hub is not known to be gone, which `events` notices while it is at work."""
-        return self._away is None
 
     def call(
         self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
@@ -162,14 +157,16 @@ class HubClient:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return
-                self._lost(why)
+                # What waits for it ends at once, and all connections are made anew.
+                self.away = why
+                self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
                 self._closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
         finally:
             self._listening = False
             # Nobody would notice that it is back.
-            self._away = None
+            self.away = None
 
     def round_trip(self) -> float:
         """Returns how many seconds a small call takes: the median of several, by the clock of this end alone."""
@@ -226,7 +223,6 @@ class HubClient:
 
     def close(self) -> None:
         self._closed.set()
-        self._cancel_all()
         for channel in self._channels:
             channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -236,17 +232,19 @@ class HubClient:
     def _sent(self, header: Header, blob: memoryview, timeout: float | None) -> Header:
         attempts = _Attempts(self, timeout or PATIENCE + len(blob) / LEAST_RATE)
         missing: _Parts = [[0, len(blob)]]
+        answers, progress = list[Header](), [0]
+
+        def send(calls: list[Any], channel: Any, part: list[int]) -> None:
+            messages = self._messages(header, blob[: part[1]], part[0], progress)
+            call = self._method("stream_unary", "put", channel).future(messages, attempts.left())
+            calls.append(call)
+            answers.append(unpack(call.result())[0])
+            progress[0] += 1
+
         while True:
-            parts, answers, progress = self._parts(missing) or [[0, 0]], list[Header](), [0]
-            with self._cancelled_at_the_end() as take:
-
-                def send(channel: Any, part: list[int], progress: list[int] = progress) -> None:
-                    messages = self._messages(header, blob[: part[1]], part[0], progress)
-                    call = take(self._method("stream_unary", "put", channel).future(messages, attempts.left()))
-                    answers.append(unpack(call.result())[0])  # noqa: B023
-                    progress[0] += 1
-
-                errors = self._over_all(send, parts, progress)
+            parts = self._parts(missing) or [[0, 0]]
+            answers.clear()
+            errors = self._over_all(send, parts, progress)
             for answer in answers:
                 if answer.get("stored") is True:
                     return dict(answer.get("answer", {}))
@@ -262,41 +260,39 @@ class HubClient:
 
     def _fetched(self, key: str, size: int | None, timeout: float | None) -> bytearray:
         attempts = _Attempts(self, timeout or PATIENCE + (self.max_blob if size is None else size) / LEAST_RATE)
-        header = self._header() | {"key": key}
+        header, progress = self._header() | {"key": key}, [0]
         sizes = [] if size is None else [checked_size(size, self.max_blob, "blob")]
         blob, missing = bytearray(size or 0), [[0, size or 0]]
+
+        def fetch(calls: list[Any], channel: Any, part: list[int]) -> None:
+            message = pack(header | {"start": part[0], "end": part[1]})
+            call = self._method("unary_stream", "get", channel)(message, timeout=attempts.left())
+            calls.append(call)
+            sizes.append(self._size_of(call))
+            if sizes[-1] != sizes[0]:
+                raise Malformed(f"blob {key} has {sizes[0]:,} bytes, and the hub says {sizes[-1]:,}.")
+            for piece in call:
+                if part[0] + len(piece) > part[1]:
+                    raise Malformed("the hub sends more than it was asked for.")
+                blob[part[0] : part[0] + len(piece)] = piece
+                part[0] += len(piece)
+                progress[0] += 1
+            if part[0] < part[1]:
+                raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
+
         while True:
-            parts, progress = self._parts(missing) or [[0, 0]], [0]
-            with self._cancelled_at_the_end() as take:
-
-                def fetch(
-                    channel: Any, part: list[int], progress: list[int] = progress, blob: bytearray = blob
-                ) -> None:
-                    message = pack(header | {"start": part[0], "end": part[1]})
-                    call = take(self._method("unary_stream", "get", channel)(message, timeout=attempts.left()))
-                    sizes.append(self._size_of(call))
-                    if sizes[-1] != sizes[0]:
-                        raise Malformed(f"blob {key} has {sizes[0]:,} bytes, and the hub says {sizes[-1]:,}.")
-                    for piece in call:
-                        if part[0] + len(piece) > part[1]:
-                            raise Malformed("the hub sends more than it was asked for.")
-                        blob[part[0] : part[0] + len(piece)] = piece
-                        part[0] += len(piece)
-                        progress[0] += 1
-                    if part[0] < part[1]:
-                        raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
-
-                errors = self._over_all(fetch, parts, progress)
-            if not errors and len(blob) == sizes[0]:
-                if key_of(blob) != key:
-                    raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
-                return blob
-            if not errors:
+            parts = self._parts(missing) or [[0, 0]]
+            errors = self._over_all(fetch, parts, progress)
+            if errors:
+                attempts.after(errors, moved=bool(progress[0]))
+                missing = [part for part in parts if part[0] < part[1]]
+            elif len(blob) < sizes[0]:
                 # Now its size is known.
                 blob, missing = bytearray(sizes[0]), [[0, sizes[0]]]
-                continue
-            attempts.after(errors, moved=bool(progress[0]))
-            missing = [part for part in parts if part[0] < part[1]]
+            elif key_of(blob) != key:
+                raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
+            else:
+                return blob
 
     def _size_of(self, call: Any) -> int:
         return checked_size(unpack(next(iter(call), b""))[0].get("size"), self.max_blob, "blob")
@@ -305,9 +301,14 @@ class HubClient:
         each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
         return [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)]
 
-    def _over_all(self, move: Callable[[Any, list[int]], None], parts: _Parts, progress: list[int]) -> list[Failure]:
-        tasks = [partial(move, channel, part) for channel, part in zip(itertools.cycle(self._channels[1:]), parts)]
-        return self._at_once(tasks, lambda: progress[0])
+    def _over_all(
+        self, move: Callable[[list[Any], Any, list[int]], None], parts: _Parts, progress: list[int]
+    ) -> list[Failure]:
+        """Moves parts at the same time, over a connection each; returns what became of those that failed."""
+        progress[0] = 0
+        with self._calls() as calls:
+            ways = zip(itertools.cycle(self._channels[1:]), parts)
+            return self._at_once([partial(move, calls, *way) for way in ways], lambda: progress[0])
 
     def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
         """Runs tasks, each of which waits for calls, at the same time; returns what became of those that failed."""
@@ -344,10 +345,10 @@ class HubClient:
         return ask()
 
     def _asked(self, message: bytes, channel: Any = None, timeout: float | None = None) -> bytes:
-        with self._cancelled_at_the_end() as take:
+        with self._calls() as calls:
             try:
-                call = take(self._method("unary_unary", "call", channel).future(message, timeout or self._timeout))
-                return bytes(call.result())
+                calls.append(self._method("unary_unary", "call", channel).future(message, timeout or self._timeout))
+                return bytes(calls[0].result())
             except Exception as error:
                 raise self._error(error) from error
 
@@ -355,40 +356,23 @@ class HubClient:
         return getattr(channel or self._channels[0], kind)(f"/{SERVICE}/{name}")
 
     @contextmanager
-    def _cancelled_at_the_end(self) -> Iterator[Callable[[Any], Any]]:
-        """Yields a function that takes calls: those that are still running at the end are cancelled."""
+    def _calls(self) -> Iterator[list[Any]]:
+        """Yields a list for calls, of which those that are still running at the end are cancelled."""
         calls: list[Any] = []
-
-        def take(call: Any) -> Any:
-            calls.append(call)
-            with self._lock:
-                self._running.add(call)
-            if self._away is not None:
-                call.cancel()
-            return call
-
         self.require()
         try:
-            yield take
+            yield calls
         except ValueError as error:
             raise self._error(error) from error
         finally:
             for call in calls:
                 call.cancel()
-            with self._lock:
-                self._running.difference_update(calls)
 
     def require(self) -> None:
         if self._closed.is_set():
             raise HubUnreachable(f"the connection to hub {self._hub} has been closed.")
-        if (why := self._away) is not None:
+        if (why := self.away) is not None:
             raise HubUnreachable(why)
-
-    def _lost(self, why: str) -> None:
-        """Notes that the hub is gone: what waits for it ends at once, and all connections are made anew."""
-        self._away = why
-        self._cancel_all()
-        self._look_elsewhere()
 
     def _look_elsewhere(self) -> None:
         self._turn = (self._turn + 1) % len(self._hubs)
@@ -397,12 +381,6 @@ class HubClient:
             self._channels = [self._channel() for _ in before]
         for channel in before:
             channel.close()
-
-    def _cancel_all(self) -> None:
-        with self._lock:
-            running = list(self._running)
-        for call in running:
-            call.cancel()
 
     def _channel(self) -> Any:
         bundle = self._bundle
@@ -416,11 +394,11 @@ class HubClient:
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
-            return HubUnreachable(self._away) if self._away is not None else error_of(error, self._hub)
+            return HubUnreachable(self.away) if self.away is not None else error_of(error, self._hub)
         if isinstance(error, self._grpc.FutureCancelledError):
-            return HubUnreachable(self._away or f"the call to hub {self._hub} was cancelled.")
+            return HubUnreachable(self.away or f"the call to hub {self._hub} was cancelled.")
         if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
-            return HubUnreachable(self._away or f"the connection to hub {self._hub} is made anew.")
+            return HubUnreachable(self.away or f"the connection to hub {self._hub} is made anew.")
         raise error
 
     def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
@@ -444,7 +422,7 @@ class HubClient:
                     message = next(call, None)
                 if message is None:
                     return
-                self._away = None
+                self.away = None
                 ear.patience = _SILENT_BEATS * self._beat
                 header, body = unpack(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
@@ -455,6 +433,63 @@ class HubClient:
         finally:
             over.set()
             call.cancel()
+
+
+class Inline(Executor):
+    """Does at once what it is given."""
+
+    @override
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class InProcessClient:
+    """A site's way to a hub in this process: nothing is lost, and nothing is late."""
+
+    def __init__(self, hub: Any, site: str) -> None:
+        self.hub, self.identity, self.life = hub, Identity(hub.run, "site", site), secrets.token_hex(8)
+        self.peer = Peer("site", site, self.life, "memory")
+
+    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
+        connection = self.hub.connections.get(self.identity.name)
+        if connection is None or connection.life != self.life:
+            raise HubUnreachable("the connection is lost")
+        answer = self.hub.calls.call(self.peer, name, about or {}, body)
+        self.hub.coordinator.tick()
+        return answer
+
+    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
+        self.hub.store.put(blob)
+        return self.hub.calls.stored(self.peer, about or {}, key or key_of(blob), memoryview(blob).nbytes)
+
+    def get(self, key: str, size: int | None = None) -> Bytes:
+        return self.hub.store.get(key)
+
+    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
+        """Returns the first events alone: those that come later are pushed."""
+        return iter(self.hub.calls.hello(self.peer, hello()))
+
+    def now(self) -> float:
+        return self.hub.clock()
+
+    def pool(self, threads: int, name: str) -> Executor:
+        return Inline()
+
+    def pause(self, over: threading.Event) -> bool:
+        """Waits for nothing: what did not go now goes with the next hello."""
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+Transport = HubClient | InProcessClient
+"""A site's way to its hub."""
 
 
 class _Attempts:

@@ -17,9 +17,8 @@ from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
 from lightning_sdiloco.federation.quorum import Quorum, chosen
-from lightning_sdiloco.federation.ranks import SharedConnection
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
-from lightning_sdiloco.federation.site import FederatedWorld
+from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
 
 _CHANNELS = 8
 """Connections of a site over which payloads travel; its ranks share them."""
@@ -89,10 +88,6 @@ class Federation:
         self._require("patience", is_real(self.patience) and self.patience >= 0, "at least 0", "3600.0 is the default")
         is_number = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
         self._require("rounds", is_number, "a whole number of at least 1, or None", "None is the default")
-        self._check_hub()
-
-    def _check_hub(self) -> None:
-        """Refuses what does not lead to a hub, and keys that are not those of this site."""
         if not isinstance(self.hub, str):
             raise ValueError(
                 f"hub={self.hub!r} is of type {type(self.hub).__name__}, not a string: give one, such as"
@@ -123,16 +118,7 @@ class Federation:
         return HubConnection(self._client(ranks), payloads_of(0, ranks))
 
     def connect_shards(self, rank: int, ranks: int, life: str) -> HubShards:
-        """Connects another rank of the site to the hub.
-
-        Args:
-            rank: The rank.
-            ranks: How many there are.
-            life: The life of the site, which the first rank knows.
-
-        Raises:
-            ExchangeError: If this rank cannot reach the hub.
-        """
+        """Connects another rank of the site, whose life the first rank knows, to the hub."""
         shards = HubShards(self._client(ranks, life), payloads_of(rank, ranks), self.patience)
         try:
             shards.reach()
@@ -146,39 +132,21 @@ class Federation:
         return HubClient(self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, life=life)
 
     def check(self, settings: Settings) -> None:
-        """Refuses settings of a training that a federation cannot have.
-
-        Raises:
-            ValueError: With what was given, and what to do.
-        """
+        """Refuses settings of a training that a federation cannot have."""
         kind, backend = kind_and_backend(settings.exchange)
-        if kind not in ("auto", "gather"):
-            raise ValueError(
-                f"exchange={settings.exchange!r} does not go with a federation: in its second hop each site would"
-                " wait for all others. Leave exchange out."
-            )
-        if backend == "nccl":
-            raise ValueError(
-                f"exchange={settings.exchange!r} does not go with a federation: a site reaches its hub over gRPC. Leave"
-                " exchange out."
-            )
-        if settings.warmup_steps:
-            raise ValueError(
-                f"warmup_steps={settings.warmup_steps} does not go with a federation: in the warm-up each site would"
-                " wait for all others after every inner step. Leave it out, or begin all sites from one checkpoint."
-            )
-        for name, why in {
-            "schedule": "a site launches when the hub calls it",
-            "route": "the sites of a round send the hub what they have, and get what it has from all",
-            "weighing": "sites come and go, and are weighed by the samples that they trained",
-        }.items():
-            if (policy := getattr(settings, name)) is not None:
-                raise ValueError(f"{name}={policy!r} does not go with a federation: {why}. Leave {name} out.")
-        if isinstance(settings.mixing, LandingRule):
-            raise ValueError(
-                f"mixing={settings.mixing!r} does not go with a federation: how a site lands depends on whether it"
-                " counted in the round. Give a number, or leave mixing out."
-            )
+        all_wait = "each site would wait for all others"
+        for name, is_refused, why in (
+            ("exchange", kind not in ("auto", "gather"), f"in its second hop {all_wait}"),
+            ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
+            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; they can begin from one checkpoint"),
+            ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
+            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all have sent"),
+            ("weighing", settings.weighing is not None, "sites come and go, and are weighed by their samples"),
+            ("mixing", isinstance(settings.mixing, LandingRule), "how a site lands depends on whether it counted"),
+        ):
+            if is_refused:
+                value = getattr(settings, name)
+                raise ValueError(f"{name}={value!r} does not go with a federation: {why}. Leave {name} out.")
         if (guard := settings.outer.outlier_guard) is not None:
             raise ValueError(
                 f"outlier_guard={guard} of outer_optimizer does not go with a federation: it compares a group with its"
@@ -186,16 +154,7 @@ class Federation:
             )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins: brings the charter of this site, and begins to follow the records of the run. The engine calls it.
-
-        Args:
-            rounds: The model, cut into fragments.
-            topology: The ranks of this site.
-
-        Raises:
-            ValueError: If the run was founded on another charter.
-            ExchangeError: If a rank cannot reach the hub.
-        """
+        """Joins: brings the charter of this site, and begins to follow the records of the run. The engine calls it."""
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(

@@ -46,8 +46,8 @@ from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, N
 log = logging.getLogger(__name__)
 
 
-_TIDY_EVERY = 60.0
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
+_TIDY_EVERY = 60.0
 _RECENT = 8  # rounds over which shares are told
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
@@ -131,10 +131,6 @@ class Coordinator:
         self._tell, self._wake = tell, wake
 
     @property
-    def charter(self) -> Charter | None:
-        return self.history.charter
-
-    @property
     def ledger(self) -> Ledger:
         if self._ledger is None:
             raise Refused(f"run {self.run!r} has not been founded yet: {self._founding.missing} more sites are needed")
@@ -145,27 +141,24 @@ class Coordinator:
     def agree(self, site: str, charter: Charter) -> Charter:
         """Hears which charter a site brings; returns that of the run, as `Connection.agree` does."""
         with self._lock:
-            return self.charter or self._founding.propose(site, charter)
+            return self.history.charter or self._founding.propose(site, charter)
 
     def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
         if hello.run != self.run:
             raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
         with self._lock:
-            if self.charter is None:
-                return iter([self._gather(hello, brought())])
-            if hello.charter != self.charter.key:
-                brought().require_same(self.charter)
+            if self.history.charter is None:
+                if any(at.round for at in hello.applied):
+                    raise Refused(
+                        f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the"
+                        " ledger of that run"
+                    )
+                self._founding.hello(hello, brought())
+                log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
+                return iter([event_of(Waiting(self._ask_founder()))])
+            if hello.charter != self.history.charter.key:
+                brought().require_same(self.history.charter)
             return self._welcome(hello)
-
-    def _gather(self, hello: Hello, charter: Charter) -> Event:
-        if any(at.round for at in hello.applied):
-            raise Refused(
-                f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the ledger"
-                " of that run"
-            )
-        self._founding.hello(hello, charter)
-        log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
-        return event_of(Waiting(self._ask_founder()))
 
     def _ask_founder(self) -> str:
         """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
@@ -242,8 +235,7 @@ class Coordinator:
                 return "waiting"
             self.history.take(own)
             self.ledger.contribute(own, life, self._clock())
-            call = next(call for call in self.ledger.calls() if call.fragment == own.fragment)
-            self._tell(event_of(Called(call, own)))
+            self._call(own.fragment, own)
         self._wake()
         return Answer.OPEN.value
 
@@ -297,8 +289,8 @@ class Coordinator:
             if request:
                 request.askers[site] = frozenset(without)
             elif isinstance(source, StateHeader) and ANCHOR not in without:
-                parts = next(parts for header, parts in self.history.anchors if header == source)
-                self._tell(event_of(StateOffered(ANCHOR, source, tuple(parts))), [site])
+                parts = next(own.parts for own in self.history.anchors.values() if own.header == source)
+                self._tell(event_of(StateOffered(ANCHOR, source, parts)), [site])
             else:
                 log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
                 why = "nobody has a state: a site that comes back with one is waited for"
@@ -313,7 +305,7 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            request, charter = self._requests.get(name), self.charter or self._founding.charter
+            request, charter = self._requests.get(name), self.history.charter or self._founding.charter
             if request is None or request.donor != site:
                 raise Refused(f"nobody waits for this state of {site} any more")
             fragments = charter.terms.fragments
@@ -331,7 +323,12 @@ class Coordinator:
             assert request.given is not None, "the request is complete"
             header, parts = request.given
             if request.founding:
-                self._found(header, parts)
+                self.history.found(self._founding.charter, header, parts)
+                self._ledger = self.history.ledger(self._clock())
+                log.info("run %s has been founded", self.run)
+                for hello in self._founding.hellos.values():
+                    for event in self._welcome(hello):
+                        self._tell(event, [hello.site])
             if request.for_anchor:
                 self.history.anchor(header, parts)
                 self.ledger.anchors.add(header)
@@ -340,14 +337,6 @@ class Coordinator:
             if request.askers:
                 self._handed.append((self._clock() + _HANDED, parts))
                 self._tell(event_of(StateOffered(request.donor, header, parts)), list(request.askers))
-
-    def _found(self, header: StateHeader, parts: Sequence[Payload]) -> None:
-        self.history.found(self._founding.charter, header, parts)
-        self._ledger = self.history.ledger(self._clock())
-        log.info("run %s has been founded", self.run)
-        for hello in self._founding.hellos.values():
-            for event in self._welcome(hello):
-                self._tell(event, [hello.site])
 
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
@@ -361,15 +350,6 @@ class Coordinator:
                     self.ask(site, without | {request.donor})
         if founds:
             self._ask_founder()
-
-    def _ask_for_anchor(self, ledger: Ledger, now: float) -> None:
-        """Asks somebody for a state that stays here, if one is due."""
-        if now < self._anchor_at or not ledger.anchors.is_due(at.round for at in ledger.closed):
-            return
-        self._anchor_at = now + _AGAIN
-        donor = ledger.source("", now)
-        if isinstance(donor, str) and not any(request.for_anchor for request in self._requests.values()):
-            self._ask_donor(donor).for_anchor = True
 
     # What an operator asks
 
@@ -391,8 +371,7 @@ class Coordinator:
             self.history.end()
             ledger.end()
             log.warning("an operator ends the run: what is open closes, and then comes the last round")
-            for call in ledger.calls():
-                self._tell(event_of(Called(call)))
+            self._call()
         self._wake()
 
     def roll_back(self, round: int) -> int:
@@ -413,26 +392,22 @@ class Coordinator:
             ledger, now, weights = self._ledger, self._clock(), Counter[str]()
             for own in (own for records in self._recent.values() for record in records for own in record.counted):
                 weights[own.site] += own.weight
+            fragments = []
+            for fragment, closed in enumerate(ledger.closed):
+                opened, here, missing = ledger.open.get(fragment), list[str](), list[str]()
+                if opened:
+                    here = sorted(opened.here)
+                    missing = [name for name in ledger.present(now) if name not in opened.arrived]
+                about = {"round": closed.round, "open": opened is not None, "here": here, "missing": missing}
+                fragments.append(about | {"ended": ledger.has_ended(fragment)})
             return status | {
-                "charter": self.charter.summary() if self.charter else None,
+                "charter": self.history.charter.summary() if self.history.charter else None,
                 "records": ledger.seq,
                 "sites": {
                     name: self._status_of(name, ledger, now, weights[name] / (weights.total() or 1))
                     for name in sorted({*ledger.members, *self.statistics})
                 },
-                "fragments": [
-                    {
-                        "round": closed.round,
-                        "open": opened is not None,
-                        "here": sorted(opened.here) if opened else [],
-                        "missing": [name for name in ledger.present(now) if name not in opened.arrived]
-                        if opened
-                        else [],
-                        "ended": ledger.has_ended(fragment),
-                    }
-                    for fragment, closed in enumerate(ledger.closed)
-                    for opened in [ledger.open.get(fragment)]
-                ],
+                "fragments": fragments,
                 "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
             }
 
@@ -469,21 +444,32 @@ class Coordinator:
             self.trouble = self._go_on(now)
             if self._ledger is None:
                 return _AGAIN
-            self._ask_for_anchor(self._ledger, now)
+            ledger = self._ledger
+            if now >= self._anchor_at and ledger.anchors.is_due(at.round for at in ledger.closed):
+                self._anchor_at = now + _AGAIN
+                donor = ledger.source("", now)
+                if isinstance(donor, str) and not any(request.for_anchor for request in self._requests.values()):
+                    self._ask_donor(donor).for_anchor = True
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
                 self._handed = [own for own in self._handed if own[0] > now]
                 given = [request.given[1] for request in self._requests.values() if request.given]
                 fetched = {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
-                self.history.tidy(self._ledger.kept, fetched)
-            return _AGAIN if self.trouble else max(0.0, min(_AGAIN, self._ledger.next_due(now) - now))
+                self.history.tidy(ledger.kept, fetched)
+            return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _go_on(self, now: float) -> str | None:
         """Hands on what is complete and closes what is due; returns what keeps it from that."""
         try:
             self._hand_on()
+            for record in self._ledger.due(now) if self._ledger else ():
+                self.history.append(record)
+                self.ledger.append(record)
+                self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
+                self._tell(Event("record", {}, record.to_bytes()))
+                self._call(record.fragment)
             if self._ledger:
-                self._close(self._ledger, now)
+                self.history.keep_anchors(self._ledger.anchors.headers)
         except (AgreementError, NoSpace) as error:
             if str(error) != self.trouble:
                 log.error("%s", error)
@@ -491,15 +477,11 @@ class Coordinator:
             return str(error)
         return None
 
-    def _close(self, ledger: Ledger, now: float) -> None:
-        for record in ledger.due(now):
-            self.history.append(record)
-            ledger.append(record)
-            self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
-            self._tell(Event("record", {}, record.to_bytes()))
-            for call in (call for call in ledger.calls() if call.fragment == record.fragment):
-                self._tell(event_of(Called(call)))
-        self.history.keep_anchors(ledger.anchors.headers)
+    def _call(self, fragment: int | None = None, own: Contribution | None = None) -> None:
+        """Tells all for which rounds to launch, of one fragment or all."""
+        for call in self.ledger.calls():
+            if fragment in (None, call.fragment):
+                self._tell(event_of(Called(call, own)))
 
 
 class Calls:

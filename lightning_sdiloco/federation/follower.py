@@ -57,14 +57,6 @@ class InFlight:
     steps: int
     waits_since: float | None = field(default=None, init=False)
 
-    def waits(self, step: int, now: float, terms: Terms) -> float:
-        """Returns for how many seconds more training waits for it; see `Follower.waits`."""
-        if step < self.launched_at + terms.sync_every - 1:
-            return 0.0
-        if self.waits_since is None:
-            self.waits_since = now
-        return max(0.0, self.waits_since + terms.longest_wait - now)
-
 
 @dataclass
 class Progress:
@@ -93,11 +85,6 @@ class Progress:
     @property
     def next_round(self) -> int:
         return self.applied.round + 1
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether there are outer parameters that are right, or that records can bring up to date."""
-        return self.digest is not None and (self.next_round >= self.kept or self.applied.round >= self.closed)
 
     @property
     def has_joined(self) -> bool:
@@ -157,17 +144,6 @@ class Progress:
         self.digest = self.flight = None
         self.drop()
 
-    def refuse(self, round: int) -> None:
-        """Refuses a round, whose record was measured against other outer parameters than those here."""
-        self.forget()
-        if self.refused == round:
-            raise AgreementError(
-                f"Round {round} of fragment {self.fragment} was measured against outer parameters that cannot be made"
-                " again: with another state this site came to others too. Its arithmetic is not that of the others, or"
-                " those who held them are gone. Roll the run back to a round before (sdiloco hub rollback)."
-            )
-        self.refused = round
-
     # Launching
 
     def launches(self, step: int, terms: Terms, finishing: bool) -> bool:
@@ -182,16 +158,6 @@ class Progress:
         on_time = step - self.launched_at >= terms.sync_every
         answers = called is not None and self.skipped != called.round
         return self.steps >= terms.least_steps and (on_time or answers)
-
-    def skips(self, terms: Terms) -> Call | None:
-        """Returns the call that will not be answered, because the site has trained too little; once."""
-        called = self.called
-        if not called or called.final or self.flight or self.stands or self.skipped == called.round or self.ended:
-            return None
-        if self.steps >= terms.least_steps:
-            return None
-        self.skipped = called.round
-        return called
 
     # Landing
 
@@ -213,10 +179,6 @@ class Progress:
             f"Round {round} of fragment {self.fragment} is another one at the hub than this site knows. Their histories"
             " have parted: resume this site from a checkpoint of before, or restore the ledger of the hub."
         )
-
-    def due(self, step: int, overlap_steps: int) -> Record | None:
-        early = self.flight is not None and step < self.flight.launched_at + overlap_steps and not self.is_overtaken
-        return None if early or self.digest is None else self.records.get(self.next_round)
 
     def landing(self, record: Record, site: str) -> MergeAction:
         """Says what a record does to what the site has in flight and holds."""
@@ -264,9 +226,6 @@ class Progress:
         )
 
     # Checkpoints
-
-    def described(self) -> dict[str, Any]:
-        return {name: plain(getattr(self, name)) for name in _SAVED}
 
     @staticmethod
     def restored(fragment: int, saved: Mapping[str, Any], late: MergeAction = MergeAction.CARRY) -> "Progress":
@@ -364,8 +323,12 @@ class Follower:
 
     @property
     def wants_state(self) -> bool:
-        """Whether to ask for a state: there is none, or it is the shorter way."""
-        return self.lag > RETENTION or not all(own.is_sound for own in self.fragments)
+        """Whether to ask for a state: there is none that is right, or that records can bring up to date soon."""
+        is_sound = (
+            own.digest is not None and (own.next_round >= own.kept or own.applied.round >= own.closed)
+            for own in self.fragments
+        )
+        return self.lag > RETENTION or not all(is_sound)
 
     @property
     def follows(self) -> bool:
@@ -408,9 +371,15 @@ class Follower:
         return [own.fragment for own in self.fragments if own.launches(step, self.terms, self._finishing)]
 
     def skips(self) -> list[Call]:
-        """Returns the calls that this site will not answer, each once, so that nobody waits for it."""
-        calls = [] if self._finishing else [own.skips(self.terms) for own in self.fragments]
-        return [call for call in calls if call]
+        """Returns the calls that will not be answered, each once, because the site has trained too little."""
+        calls = []
+        for own in () if self._finishing else self.fragments:
+            called, busy = own.called, own.flight or own.stands or own.ended
+            answers = busy or own.steps >= self.terms.least_steps
+            if called and not called.final and own.skipped != called.round and not answers:
+                own.skipped = called.round
+                calls.append(called)
+        return calls
 
     def launch(
         self,
@@ -463,19 +432,36 @@ class Follower:
 
     def due(self, step: int) -> list[Record]:
         # Who trains no more has nothing to overlap with.
-        overlap = 0 if self._finishing else self.terms.overlap_steps
-        return [record for own in self.fragments if (record := own.due(step, overlap))]
+        overlap, due = 0 if self._finishing else self.terms.overlap_steps, []
+        for own in self.fragments:
+            early = own.flight is not None and step < own.flight.launched_at + overlap and not own.is_overtaken
+            record = own.records.get(own.next_round)
+            if record is not None and own.digest is not None and not early:
+                due.append(record)
+        return due
 
     def waits(self, step: int, now: float) -> float:
         """Returns for how many seconds training waits for a landing; 0 while the hub cannot be reached."""
-        flights = [own.flight for own in self.fragments if own.flight and self.reachable]
+        longest = 0.0
         # Every flight is asked, so that all their waits begin together.
-        return max((flight.waits(step, now, self.terms) for flight in flights), default=0.0)
+        for flight in (own.flight for own in self.fragments if self.reachable):
+            if flight is not None and step >= flight.launched_at + self.terms.sync_every - 1:
+                flight.waits_since = now if flight.waits_since is None else flight.waits_since
+                longest = max(longest, flight.waits_since + self.terms.longest_wait - now)
+        return longest
 
     def land(self, record: Record, before: int, after: int) -> MergeAction:
         own = self.fragments[record.fragment]
         if before != record.digest:
-            own.refuse(record.round)
+            own.forget()
+            if own.refused == record.round:
+                raise AgreementError(
+                    f"Round {record.round} of fragment {own.fragment} was measured against outer parameters that cannot"
+                    " be made again: with another state this site came to others too. Its arithmetic is not that of"
+                    " the others, or those who held them are gone. Roll the run back to a round before (sdiloco hub"
+                    " rollback)."
+                )
+            own.refused = record.round
             return MergeAction.REFUSE
         landing = own.landing(record, self.site)
         own.land(landing, record.position, after)
@@ -507,7 +493,7 @@ class Follower:
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        return {"fragments": [own.described() for own in self.fragments]}
+        return {"fragments": [{name: plain(getattr(own, name)) for name in _SAVED} for own in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
         """Restores what `state_dict` returned. This life goes on where the other one was."""

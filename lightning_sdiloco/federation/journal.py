@@ -58,22 +58,25 @@ class SQLiteLedger:
         self.path = Path(path)
         self._lock = threading.Lock()
         if path != MEMORY:
-            existed = self.path.exists()
-            if must_exist and not existed:
-                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
-            if existed:
+            if self.path.exists():
                 self._check_head()
+            elif must_exist:
+                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
             else:
                 _make(self.path)
         try:
             self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
-            if path == MEMORY:
-                self._database.executescript(_TABLES)
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from error
         try:
-            self._open()
-            self._count, self._chain = self._verified()
+            if path == MEMORY:
+                self._database.executescript(_TABLES)
+            for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
+                self._database.execute(f"pragma {pragma}").fetchall()
+            found = self._database.execute("pragma integrity_check").fetchone()[0]
+            if found != "ok":
+                raise self._unusable(found)
+            self._verify()
         except sqlite3.Error as error:
             self._database.close()
             in_use = "locked" in str(error)
@@ -82,27 +85,39 @@ class SQLiteLedger:
             self._database.close()
             raise
 
-    @property
-    def last(self) -> int:
-        return self._count + EVERYTHING
+    def _check_head(self) -> None:
+        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
+        with self.path.open("rb") as file:
+            head = file.read(_HEAD)
+        if len(head) < _HEAD:
+            raise self._unusable("it is empty, or was truncated")
+        if not head.startswith(b"SQLite format 3\0"):
+            raise self._unusable("it is no database")
+        (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
+        if (application, version) != (_APPLICATION, _VERSION):
+            raise self._unusable("it is a database of something else, or of another version")
 
-    @property
-    def chain(self) -> str:
-        """The digest of all records, each with its number, in their order: equal if and only if they are."""
-        return self._chain.hex()
+    def _verify(self) -> None:
+        """Finds the last record, and the digest of all, each with its number, in their order."""
+        self.last, self.chain = EVERYTHING, b""
+        for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
+            chain = _chained(self.chain, seq, record) if isinstance(record, bytes) else b""
+            if seq != self.last + 1 or chain != stored:
+                raise self._unusable(f"record {self.last + 1} has been altered, or is missing")
+            self.last, self.chain = seq, chain
 
     def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> bool:
+        """Writes a record and notes; tells whether it, and no other one, has this number."""
         checked_size(len(record), MAX_RECORD, "record")
         with self._lock:
-            if not 0 <= seq <= self._count:
-                raise Refused(f"record {seq} does not follow: the ledger has {self._count}.")
-            if seq < self._count:
+            if not 0 <= seq <= self.last + 1:
+                raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
+            if seq <= self.last:
                 (there,) = self._database.execute("select record from records where seq = ?", (seq,)).fetchone()
                 return bytes(there) == bytes(record)
-            chain = chained(self._chain, seq, record)
-            rows = (seq, bytes(record), chain)
-            self._write([("insert into records values (?, ?, ?)", rows), *_of_notes(notes or {})])
-            self._count, self._chain = seq + 1, chain
+            chain = _chained(self.chain, seq, record)
+            self._write(("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {})
+            self.last, self.chain = seq, chain
             return True
 
     def read(self, after: int = EVERYTHING) -> Iterator[tuple[int, bytes]]:
@@ -117,7 +132,7 @@ class SQLiteLedger:
     def note(self, notes: Mapping[str, Bytes | None]) -> None:
         """Notes values under names, durably: all of them or none. A value of None deletes the note."""
         with self._lock:
-            self._write(_of_notes(notes))
+            self._write(None, notes)
 
     def notes(self, prefix: str = "") -> dict[str, bytes]:
         with self._lock:
@@ -129,47 +144,24 @@ class SQLiteLedger:
     def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
         """Drops all but the first records for good, and notes what changes with it, both or neither."""
         with self._lock:
-            self._write([("delete from records where seq >= ?", (count,)), *_of_notes(notes)])
-            self._count, self._chain = self._verified()
+            self._write(("delete from records where seq >= ?", (count,)), notes)
+            self._verify()
 
     def close(self) -> None:
         with self._lock:
             self._database.close()
 
-    def _check_head(self) -> None:
-        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
-        with self.path.open("rb") as file:
-            head = file.read(_HEAD)
-        if len(head) < _HEAD:
-            raise self._unusable("it is empty, or was truncated")
-        if not head.startswith(b"SQLite format 3\0"):
-            raise self._unusable("it is no database")
-        (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
-        if (application, version) != (_APPLICATION, _VERSION):
-            raise self._unusable("it is a database of something else, or of another version")
-
-    def _open(self) -> None:
-        for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
-            self._database.execute(f"pragma {pragma}").fetchall()
-        found = self._database.execute("pragma integrity_check").fetchone()[0]
-        if found != "ok":
-            raise self._unusable(found)
-
-    def _verified(self) -> tuple[int, bytes]:
-        count, chain = 0, b""
-        for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
-            chain = chained(chain, seq, record) if isinstance(record, bytes) else b""
-            if seq != count or chain != stored:
-                raise self._unusable(f"record {count} has been altered, or is missing")
-            count += 1
-        return count, chain
-
-    def _write(self, statements: list[tuple[str, tuple[object, ...]]]) -> None:
+    def _write(self, change: tuple[str, tuple[object, ...]] | None, notes: Mapping[str, Bytes | None]) -> None:
         try:
             self._database.execute("begin immediate")
             try:
-                for statement, values in statements:
-                    self._database.execute(statement, values)
+                if change:
+                    self._database.execute(*change)
+                for name, value in notes.items():
+                    if value is None:
+                        self._database.execute("delete from notes where name = ?", (name,))
+                    else:
+                        self._database.execute("insert or replace into notes values (?, ?)", (name, bytes(value)))
                 self._database.execute("commit")
             except BaseException:
                 if self._database.in_transaction:
@@ -202,17 +194,8 @@ def _make(path: Path) -> None:
         raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
 
 
-def chained(chain: bytes, seq: int, record: Bytes) -> bytes:
+def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
     return hashlib.sha256(chain + seq.to_bytes(8, "big") + bytes(record)).digest()
-
-
-def _of_notes(notes: Mapping[str, Bytes | None]) -> list[tuple[str, tuple[object, ...]]]:
-    return [
-        ("delete from notes where name = ?", (name,))
-        if value is None
-        else ("insert or replace into notes values (?, ?)", (name, bytes(value)))
-        for name, value in notes.items()
-    ]
 
 
 class Quorums:
@@ -254,7 +237,7 @@ class History:
         self.journal, self.store, self.quorums = journal, store, quorums or Quorums()
         text = journal.notes("charter").get("charter")
         self.charter = Charter.from_bytes(text) if text else None
-        self.anchors = [_anchor(text) for text in journal.notes("anchor/").values()]
+        self.anchors = {name: _anchor(text) for name, text in journal.notes("anchor/").items()}
         self._numbers: list[array[int]] = []
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
 
@@ -269,7 +252,7 @@ class History:
             now,
             self._records(),
             (Contribution.from_bytes(text) for text in self.journal.notes("open/").values()),
-            [header for header, _ in self.anchors],
+            [own.header for own in self.anchors.values()],
             quorum=quorum_of(terms.quorum, self.quorums),
             evicted=[(name.split("/")[1], name.split("/")[2]) for name in self.journal.notes("evicted/")],
         )
@@ -298,8 +281,14 @@ class History:
 
     def found(self, charter: Charter, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Writes the charter and the state at round 0: from then on there is a run."""
-        self.journal.note({"charter": charter.to_bytes(), "anchor/000000": encoded(plain((header, parts)))})
-        self.charter, self.anchors = charter, [Anchor(header, tuple(parts))]
+        self.anchor(header, parts, {"charter": charter.to_bytes()})
+        self.charter = charter
+
+    def anchor(self, header: StateHeader, parts: Sequence[Payload], notes: Mapping[str, bytes] | None = None) -> None:
+        number = 1 + max((int(name.partition("/")[2]) for name in self.anchors), default=-1)
+        name, anchor = f"anchor/{number:06d}", Anchor(header, tuple(parts))
+        self.journal.note({**(notes or {}), name: encoded(plain(anchor))})
+        self.anchors[name] = anchor
 
     def take(self, own: Contribution) -> None:
         self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
@@ -320,16 +309,10 @@ class History:
     def end(self) -> None:
         self.journal.note({"ending": b"1"})
 
-    def anchor(self, header: StateHeader, parts: Sequence[Payload]) -> None:
-        last = max(self.journal.notes("anchor/"), default="anchor/000000")
-        self.journal.note({f"anchor/{int(last[7:]) + 1:06d}": encoded(plain((header, parts)))})
-        self.anchors.append(Anchor(header, tuple(parts)))
-
     def keep_anchors(self, headers: Sequence[StateHeader]) -> None:
-        if len(headers) != len(self.anchors):
-            names = self.journal.notes("anchor/")
-            self.journal.note({name: None for name, text in names.items() if _anchor(text).header not in headers})
-            self.anchors = [anchor for anchor in self.anchors if anchor[0] in headers]
+        if gone := [name for name, own in self.anchors.items() if own.header not in headers]:
+            self.journal.note(dict.fromkeys(gone))
+            self.anchors = {name: own for name, own in self.anchors.items() if name not in gone}
 
     def roll_back(self, round: int) -> int:
         """Drops the first record of a later round and all that were written after it."""
@@ -337,19 +320,19 @@ class History:
         count = min((own[round] for own in self._numbers if len(own) > round), default=last)
         rounds = [sum(number < count for number in own) for own in self._numbers]
         kept = {
-            name
-            for name, text in self.journal.notes("anchor/").items()
-            if all(at.round <= rounds[p] for p, at in enumerate(_anchor(text).header.applied))
+            name: own
+            for name, own in self.anchors.items()
+            if all(at.round <= rounds[p] for p, at in enumerate(own.header.applied))
         }
         if not kept:
-            oldest = max(position.round for position in self.anchors[0][0].applied) if self.anchors else 0
+            oldest = max((at.round for own in list(self.anchors.values())[:1] for at in own.header.applied), default=0)
             raise Refused(
                 f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give that"
                 " round, or a later one."
             )
         gone = [name for name in self.journal.notes() if name.startswith(("anchor/", "open/")) and name not in kept]
         self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
-        self.anchors = [_anchor(text) for text in self.journal.notes("anchor/").values()]
+        self.anchors = kept
         return count
 
     # What is needed
@@ -374,8 +357,8 @@ class History:
             needed.update(key for _, keys in named for key in keys)
         for text in self.journal.notes("open/").values():
             needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
-        for _, parts in self.anchors:
-            needed.update(part.key for part in parts)
+        for own in self.anchors.values():
+            needed.update(part.key for part in own.parts)
         return self.store.retain(needed)
 
 

@@ -1,7 +1,7 @@
 """Keys of a federation, and what a hub lets their holders do.
 
 An authority lies in a folder. Each holder has one file that says who it is, in which run, and has a role: every call
-passes `Access` before anything else is looked at.
+passes `peer_of` before anything else is looked at.
 """
 
 import contextlib
@@ -11,11 +11,12 @@ import os
 import re
 import ssl
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 from lightning_sdiloco.errors import Malformed, Refused
+from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.store import sync_folder, write_synced
 from lightning_sdiloco.federation.wire import PROTOCOL, Denied, Header, extra
 
@@ -25,8 +26,6 @@ ROLES: tuple[Role, ...] = get_args(Role)
 UNBOUND = "-"
 """In place of the run in certificates of an authority that has not been bound to one yet."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_DAY = datetime.timedelta(days=1)
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 
 
@@ -58,6 +57,7 @@ class Bundle(NamedTuple):
     key: bytes
     certificate: bytes
     authority: bytes
+    ends: datetime.datetime
     folder: Path | None = None
 
     def bound(self, run: str) -> "Bundle":
@@ -89,7 +89,7 @@ class Bundle(NamedTuple):
 
 
 def checked_name(what: str, name: str) -> str:
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         raise ValueError(
             f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and "
             "begins with a letter or digit."
@@ -108,61 +108,87 @@ def fingerprint(certificate: bytes) -> str:
 
 def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> Path:
     """Makes an authority in a new folder, with a bundle for the hub."""
-    folder = Path(folder)
-    x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
+    folder, x509 = Path(folder), extra("cryptography.x509")
     if run is not None:
         checked_name("run", run)
     if (folder / "ca.key").exists():
         raise ValueError(f"{folder} has keys already, and new ones would shut out their holders. Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    key = hazmat.generate_private_key(hazmat.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"sdiloco {run or 'federation'}")])
-    usage = dict.fromkeys(_USAGES, False) | {"key_cert_sign": True, "crl_sign": True}
-    builder = _builder(x509, subject, subject, key.public_key(), days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+    # Of its certificate's nine uses: it signs certificates, and lists of those that were taken back.
+    uses = x509.KeyUsage(*[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False)
+    extensions = {x509.BasicConstraints(ca=True, path_length=0): True, uses: True}
+    key, certificate = _made(f"sdiloco {run or 'federation'}", days, extensions)
     if run is not None:
         write_synced(folder / "run", f"{run}\n".encode())
-    write_synced(folder / "ca.pem", _pem(_signed(builder, key)))
-    write_synced(folder / "ca.key", _private(key))
+    write_synced(folder / "ca.pem", certificate)
+    write_synced(folder / "ca.key", key)
     return add_keys(folder, "hub", role="hub")
 
 
 def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365) -> Path:
     """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked."""
-    folder = Path(folder)
-    x509, hazmat = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.asymmetric.ec")
+    folder, x509 = Path(folder), extra("cryptography.x509")
     if role not in ROLES:
         raise ValueError(f"role={role!r} is none. Choose one of {', '.join(ROLES)}.")
-    authority_key = _loaded(extra("cryptography.hazmat.primitives.serialization"), folder)
-    authority = (folder / "ca.pem").read_bytes()
-    issuer = x509.load_pem_x509_certificate(authority)
+    try:
+        authority_key, authority = ((folder / file).read_bytes() for file in ("ca.key", "ca.pem"))
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no keys yet. Make them: sdiloco keys init {folder}.") from None
     identity = Identity(_run_of(folder), role, checked_name("name", name))
-    key = hazmat.generate_private_key(hazmat.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     names = [x509.UniformResourceIdentifier(identity.uri)]
     purposes = [x509.ExtendedKeyUsageOID.CLIENT_AUTH]
     if role == "hub":
         # Sites that were added before the run had a name look for it under none.
         names += [x509.DNSName(host) for host in sorted({host_of(identity.run), host_of(UNBOUND)})]
         purposes.append(x509.ExtendedKeyUsageOID.SERVER_AUTH)
-    usage = dict.fromkeys(_USAGES, False) | {"digital_signature": True}
-    builder = _builder(x509, subject, issuer.subject, key.public_key(), days)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
-    builder = builder.add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-    builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+    extensions = {
+        x509.BasicConstraints(ca=False, path_length=None): True,
+        x509.KeyUsage(True, *[False] * 8): True,  # of nine uses: it signs
+        x509.ExtendedKeyUsage(purposes): False,
+        x509.SubjectAlternativeName(names): False,
+    }
+    key, certificate = _made(name, days, extensions, authority_key, authority)
     path = folder / f"{name}.bundle"
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
-    certificate = _pem(_signed(builder, authority_key))
     # Noted first, so that it can be taken back whatever becomes of the bundle.
     _add_lines(folder / "issued", [f"{fingerprint(certificate)} {name}"])
-    write_synced(part, _private(key) + certificate + authority)
+    write_synced(part, key + certificate + authority)
     part.replace(path)
     sync_folder(folder)
     return path
+
+
+def _made(
+    name: str,
+    days: int,
+    extensions: Mapping[Any, bool],
+    authority_key: bytes | None = None,
+    authority: bytes | None = None,
+) -> tuple[bytes, bytes]:
+    """Returns a new key, and its certificate with extensions that are critical or not, signed by itself or another."""
+    x509, forms = extra("cryptography.x509"), extra("cryptography.hazmat.primitives.serialization")
+    curves = extra("cryptography.hazmat.primitives.asymmetric.ec")
+    key = curves.generate_private_key(curves.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    # A clock may be some hours wrong.
+    day, now = datetime.timedelta(days=1), datetime.datetime.now(datetime.timezone.utc)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if authority is None else x509.load_pem_x509_certificate(authority).subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - day - max(-days, 0) * day)
+        .not_valid_after(now + days * day)
+    )
+    for extension, critical in extensions.items():
+        builder = builder.add_extension(extension, critical=critical)
+    signer = key if authority_key is None else forms.load_pem_private_key(authority_key, None)
+    certificate = builder.sign(signer, extra("cryptography.hazmat.primitives.hashes").SHA256())
+    private = key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption())
+    return bytes(private), bytes(certificate.public_bytes(forms.Encoding.PEM))
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
@@ -187,23 +213,6 @@ def load(keys: str | Path, name: str = "hub") -> Bundle:
         raise ValueError(f"There are no keys at {path}.{made}")
     if path.stat().st_mode & 0o077:
         warnings.warn(f"Other users may read the keys in {path}: chmod 600 {path}", stacklevel=2)
-    return _parsed(path, folder)
-
-
-def identity_of(keys: str | Path) -> Identity:
-    if Path(keys).is_dir():
-        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
-    return load(keys).identity
-
-
-def valid_until(keys: str | Path) -> datetime.datetime:
-    ends: datetime.datetime = (
-        extra("cryptography.x509").load_pem_x509_certificate(load(keys).certificate).not_valid_after_utc
-    )
-    return ends
-
-
-def _parsed(path: Path, folder: Path | None) -> Bundle:
     x509 = extra("cryptography.x509")
     blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]
     if [kind for kind, _ in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
@@ -224,55 +233,14 @@ def _parsed(path: Path, folder: Path | None) -> Bundle:
             f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another where the folder of keys is: "
             f"sdiloco keys add FOLDER {identity.name} --role {identity.role}."
         )
-    return Bundle(identity, key, certificate, authority, folder)
+    return Bundle(identity, key, certificate, authority, ends, folder)
 
 
-_USAGES = (
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-)
-
-
-def _builder(x509: Any, subject: Any, issuer: Any, public_key: Any, days: int) -> Any:
-    # A clock may be some hours wrong.
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _DAY - max(-days, 0) * _DAY)
-        .not_valid_after(now + days * _DAY)
-    )
-
-
-def _signed(builder: Any, key: Any) -> Any:
-    return builder.sign(key, extra("cryptography.hazmat.primitives.hashes").SHA256())
-
-
-def _pem(certificate: Any) -> bytes:
-    encoding = extra("cryptography.hazmat.primitives.serialization").Encoding.PEM
-    return bytes(certificate.public_bytes(encoding))
-
-
-def _private(key: Any) -> bytes:
-    forms = extra("cryptography.hazmat.primitives.serialization")
-    return bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, forms.NoEncryption()))
-
-
-def _loaded(forms: Any, folder: Path) -> Any:
-    try:
-        return forms.load_pem_private_key((folder / "ca.key").read_bytes(), None)
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no keys yet. Make them: sdiloco keys init {folder}.") from None
+def bundle_at(keys: str | Path) -> Bundle:
+    """Returns the bundle in a file, which says itself whose it is."""
+    if Path(keys).is_dir():
+        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
+    return load(keys)
 
 
 def _add_lines(path: Path, lines: list[str]) -> None:
@@ -312,23 +280,12 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 
 # Who asks a hub
 
-_EVERY_ROLE = frozenset(ROLES)
+_EVERY_ROLE, _SITE, _OPERATOR = frozenset(ROLES), frozenset({"site"}), frozenset({"operator"})
 
 MAY: Mapping[str, frozenset[str]] = {
-    "ping": _EVERY_ROLE,
-    "watch": _EVERY_ROLE,
-    "status": _EVERY_ROLE,
-    "put": frozenset({"site"}),
-    "get": frozenset({"site"}),
-    "hello": frozenset({"site"}),
-    "contribute": frozenset({"site"}),
-    "skip": frozenset({"site"}),
-    "state": frozenset({"site"}),
-    "give": frozenset({"site"}),
-    "leave": frozenset({"site"}),
-    "evict": frozenset({"operator"}),
-    "end": frozenset({"operator"}),
-    "rollback": frozenset({"operator"}),
+    **dict.fromkeys(("ping", "watch", "status"), _EVERY_ROLE),
+    **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), _SITE),
+    **dict.fromkeys(("evict", "end", "rollback"), _OPERATOR),
 }
 """Which roles may make which call. What is not in the table, nobody may."""
 
@@ -345,51 +302,8 @@ class Peer(NamedTuple):
     address: str
 
 
-class Access:
-    """Tells who makes a call, and whether it may."""
-
-    def __init__(self, run: str, bundle: Bundle | None) -> None:
-        self.run, self._bundle = run, bundle
-
-    def peer(self, call: str, header: Header, context: Any) -> Peer:
-        claimed, life = _claimed(header)
-        if self._bundle is not None:
-            self._check(claimed, self._bundle.revoked(), context)
-        if claimed.run != self.run:
-            raise Denied(f"this hub serves run {self.run!r}, and not {claimed.run!r}.")
-        if claimed.role not in MAY.get(call, ()):
-            raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
-        speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
-        return Peer(claimed.role, claimed.name, life, context.peer())
-
-    def _check(self, claimed: Identity, revoked: Collection[str], context: Any) -> None:
-        found = context.auth_context()
-        names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", [])]
-        known = [identity for identity in map(Identity.of_uri, names) if identity is not None]
-        if len(known) != 1:
-            raise Denied("the certificate does not say for which run, role and name it speaks.")
-        (own,) = known
-        # An authority that was not bound to a run when it signed has been bound to that of this hub since.
-        if own.run not in (self.run, UNBOUND):
-            raise Denied(f"this hub serves run {self.run!r}, and the certificate is for run {own.run!r}.")
-        if (own.role, own.name) != (claimed.role, claimed.name):
-            raise Denied(
-                f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}."
-            )
-        if revoked and fingerprint(found["x509_pem_cert"][0]) in revoked:
-            raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
-
-
-def speaks_for_itself(role: str, name: str, about: Any) -> Header:
-    """Returns what a call is about, if a site that makes it names no other as its own."""
-    if not isinstance(about, dict):
-        raise Malformed("what a call is about is a JSON object.")
-    if role == "site" and about.get("site", name) != name:
-        raise Denied(f"site {name!r} does not speak for {str(about['site'])[:80]!r}.")
-    return about
-
-
-def _claimed(header: Header) -> tuple[Identity, str]:
+def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
+    """Returns who makes a call to the hub of a run, if it may; without a bundle, the hub believes who it says it is."""
     who = header.get("from")
     fields = ("run", "role", "name", "life")
     if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
@@ -399,4 +313,38 @@ def _claimed(header: Header) -> tuple[Identity, str]:
         raise Refused(f"this hub speaks version {PROTOCOL}, and not {other}: update the older side.")
     if who["role"] not in ROLES:
         raise Denied(f"{who['role']!r} is no role.")
-    return Identity(who["run"], who["role"], who["name"]), who["life"]
+    claimed = Identity(who["run"], who["role"], who["name"])
+    if bundle is not None:
+        _require_certified(run, bundle, claimed, context)
+    if claimed.run != run:
+        raise Denied(f"this hub serves run {run!r}, and not {claimed.run!r}.")
+    if claimed.role not in MAY.get(call, ()):
+        raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
+    speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
+    return Peer(claimed.role, claimed.name, who["life"], context.peer())
+
+
+def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
+    found = context.auth_context()
+    names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", [])]
+    known = [identity for identity in map(Identity.of_uri, names) if identity is not None]
+    if len(known) != 1:
+        raise Denied("the certificate does not say for which run, role and name it speaks.")
+    (own,) = known
+    # An authority that was not bound to a run when it signed has been bound to that of this hub since.
+    if own.run not in (run, UNBOUND):
+        raise Denied(f"this hub serves run {run!r}, and the certificate is for run {own.run!r}.")
+    if (own.role, own.name) != (claimed.role, claimed.name):
+        raise Denied(f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}.")
+    revoked = bundle.revoked()
+    if revoked and fingerprint(found["x509_pem_cert"][0]) in revoked:
+        raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
+
+
+def speaks_for_itself(role: str, name: str, about: Any) -> Header:
+    """Returns what a call is about, if a site that makes it names no other as its own."""
+    if not isinstance(about, dict):
+        raise Malformed("what a call is about is a JSON object.")
+    if role == "site" and about.get("site", name) != name:
+        raise Denied(f"site {name!r} does not speak for {str(about['site'])[:80]!r}.")
+    return about

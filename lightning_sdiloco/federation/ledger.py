@@ -52,19 +52,6 @@ class Founding:
 
     The hub writes the charter durably before it tells anybody, and asks the founder for its state: the anchor at round
     0, from which all others begin. From then on there is a run, and no founding any more.
-
-    Args:
-        sites: How many it takes.
-        find: Finds the class of a quorum; see `quorum_of`.
-
-    Examples:
-        >>> from lightning_sdiloco.federation import Charter
-        >>> terms = Terms(fragments=1, sync_every=100, overlap_steps=5, grace=2.0)
-        >>> charter = Charter("llm", terms, {}, ((("weight", "(2, 2)"),),), ((),), {}, "5f")
-        >>> founding = Founding(2)
-        >>> founding.hello(Hello("llm", "b", "0" * 16, charter.key, ()), charter)
-        >>> founding.missing, founding.founder
-        (1, 'b')
     """
 
     def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in) -> None:
@@ -194,12 +181,9 @@ class Ledger:
         applied = tuple(position.round for position in hello.applied)
         follows = bool(member and member.connected and member.life == hello.life and member.follows)
         self.members[hello.site] = Member(hello.life, now + self.terms.lease, follows, applied)
-        return Welcome(tuple(self.closed), self.kept, self._standing(hello.site))
-
-    def _standing(self, site: str) -> tuple[Standing, ...]:
-        """Returns what of a site may count in rounds that are open."""
-        own = [(fragment, round.here[site]) for fragment, round in sorted(self.open.items()) if site in round.here]
-        return tuple(Standing(fragment, one.life) for fragment, one in own if not one.reason)
+        own = [(p, round.here[hello.site]) for p, round in sorted(self.open.items()) if hello.site in round.here]
+        standing = tuple(Standing(p, one.life) for p, one in own if not one.reason)
+        return Welcome(tuple(self.closed), self.kept, standing)
 
     def beat(self, beat: Beat, now: float) -> None:
         member = self._member(beat.site, beat.life)
@@ -313,8 +297,17 @@ class Ledger:
             except AgreementError as error:
                 undecided.append(error)
                 continue
-            if camp:
-                records.append(self._record(self.seq + len(records), fragment, round, camp))
+            if not camp:
+                continue
+            call, sites_counted = self._call(fragment), {own.site for own in camp}
+            left_out = tuple(
+                LeftOut(site, own.reason or "other outer parameters")
+                for site, own in sorted(round.here.items())
+                if site not in sites_counted
+            )
+            timings = tuple(own for _, own in sorted(self._timings.untold.get(fragment, {}).items()))
+            seq, previous = self.seq + len(records), self.closed[fragment].key
+            records.append(Record(seq, fragment, call.round, previous, tuple(camp), left_out, call.final, timings))
         if undecided and not records:
             raise undecided[0]
         return records
@@ -355,17 +348,6 @@ class Ledger:
             f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"
             " wrong (sdiloco hub evict), so that they fetch a state from the others."
         )
-
-    def _record(self, seq: int, fragment: int, round: OpenRound, camp: list[Contribution]) -> Record:
-        sites = {own.site for own in camp}
-        left_out = tuple(
-            LeftOut(site, own.reason or "other outer parameters")
-            for site, own in sorted(round.here.items())
-            if site not in sites
-        )
-        call = self._call(fragment)
-        key, timings = self.closed[fragment].key, self._timings.of(fragment)
-        return Record(seq, fragment, call.round, key, tuple(camp), left_out, call.final, timings)
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]
@@ -464,14 +446,16 @@ class Timings:
         # By fragment and site: when it came for a round, and in which life it was counted when.
         self._came: dict[tuple[int, str], tuple[int, float]] = {}
         self._counted: dict[tuple[int, str], tuple[str, float]] = {}
-        self._untold: dict[int, dict[tuple[str, int], Timing]] = {}
+        self.untold: dict[int, dict[tuple[str, int], Timing]] = {}
 
     def arrives(self, own: Contribution, now: float, opened: float | None) -> None:
         self._came[own.fragment, own.site] = own.round, now
         if opened is not None:
-            late = round(now - opened, 3)
-            timing = Timing(own.site, own.round, late, self._step(own, now))
-            self._untold.setdefault(own.fragment, {})[own.site, own.round] = timing
+            # The seconds for each of the inner steps, which are those since the site was last counted.
+            life, since = self._counted.get((own.fragment, own.site), ("", now))
+            step = float(f"{(now - since) / own.steps:.4g}") if life == own.life and own.steps else None
+            timing = Timing(own.site, own.round, round(now - opened, 3), step)
+            self.untold.setdefault(own.fragment, {})[own.site, own.round] = timing
 
     def arrives_late(self, own: Contribution, now: float) -> None:
         """Hears of a contribution to a round that is closed: once, and only if it was the last one."""
@@ -480,19 +464,11 @@ class Timings:
         if own.round == closed and came < closed:
             self.arrives(own, now, opened)
 
-    def _step(self, own: Contribution, now: float) -> float | None:
-        """Returns the seconds for each of the inner steps, which are those since the site was last counted."""
-        life, since = self._counted.get((own.fragment, own.site), ("", now))
-        return float(f"{(now - since) / own.steps:.4g}") if life == own.life and own.steps else None
-
-    def of(self, fragment: int) -> tuple[Timing, ...]:
-        return tuple(own for _, own in sorted(self._untold.get(fragment, {}).items()))
-
     def closes(self, record: Record, opened: float | None) -> None:
         """Hears that a record has told what it tells."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
-        self._untold.pop(fragment, None)
+        self.untold.pop(fragment, None)
         for own in record.counted:
             came, time = self._came.get((fragment, own.site), (0, 0.0))
             if came == record.round:

@@ -6,11 +6,8 @@ What is on its way arrives before a later turn begins. So nothing depends on the
 
 import heapq
 import math
-import secrets
-import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -19,15 +16,15 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.codec import Bytes, key_of
+from lightning_sdiloco.federation.client import InProcessClient
+from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.coordinator import Calls, Coordinator
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, imported
-from lightning_sdiloco.federation.keys import Identity, Peer
-from lightning_sdiloco.federation.messages import Event, Lost, Recorded, StateOffered, Wanted, said_in
+from lightning_sdiloco.federation.messages import Event, Recorded, StateOffered, Wanted, said_in
 from lightning_sdiloco.federation.remote import HubConnection, HubShards, all_payloads
 from lightning_sdiloco.federation.store import InMemoryStore
-from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreachable
+from lightning_sdiloco.federation.wire import Busy, Header, HubError
 
 
 class InProcessHub:
@@ -70,62 +67,6 @@ class InProcessHub:
         for site, connection in list(self.connections.items()):
             if to is None or site in to:
                 connection.hear(event)
-
-
-class Inline(Executor):
-    """Does at once what it is given."""
-
-    @override
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and nothing is late."""
-
-    def __init__(self, hub: InProcessHub, site: str) -> None:
-        self.hub, self.identity, self.life = hub, Identity(hub.run, "site", site), secrets.token_hex(8)
-
-    @property
-    def peer(self) -> Peer:
-        return Peer("site", self.identity.name, self.life, "memory")
-
-    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
-        connection = self.hub.connections.get(self.identity.name)
-        if connection is None or connection.life != self.life:
-            raise HubUnreachable("the connection is lost")
-        answer = self.hub.calls.call(self.peer, name, about or {}, body)
-        self.hub.coordinator.tick()
-        return answer
-
-    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
-        self.hub.store.put(blob)
-        return self.hub.calls.stored(self.peer, about or {}, key or key_of(blob), memoryview(blob).nbytes)
-
-    def get(self, key: str, size: int | None = None) -> Bytes:
-        return self.hub.store.get(key)
-
-    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
-        """Returns the first events alone: those that come later are pushed."""
-        return iter(self.hub.calls.hello(self.peer, hello()))
-
-    def now(self) -> float:
-        return self.hub.clock()
-
-    def pool(self, threads: int, name: str) -> Executor:
-        return Inline()
-
-    def pause(self, over: threading.Event) -> bool:
-        """Waits for nothing: what did not go now goes with the next hello."""
-        return False
-
-    def close(self) -> None:
-        pass
 
 
 class InProcessConnection(HubConnection):
@@ -189,10 +130,7 @@ class InProcessConnection(HubConnection):
         if self.is_connected:
             del self._hub.connections[self.site]
             self._hub.coordinator.gone(self.site, self.life)
-        self._hear(Lost(why))
-
-    def hear(self, event: Event) -> None:
-        self._hear(said_in(event))
+        super().hear(Event("lost", {"why": why}))
 
     def _connect(self) -> None:
         before = self._hub.connections.get(self.site)
@@ -213,22 +151,7 @@ class InProcessConnection(HubConnection):
 
 
 class VirtualTime:
-    """The clocks of some sites; see [Note: whose turn it is].
-
-    Args:
-        sites: How many sites there are.
-        until: Lets the others have their turns until a condition holds.
-
-    Attributes:
-        now: The time in seconds.
-
-    Examples:
-        >>> time, told = VirtualTime(1, lambda ready: None), []
-        >>> time.at(2.5, lambda: told.append(time.now))
-        >>> time.passes(0, 4.0)
-        >>> time.now, told
-        (4.0, [2.5])
-    """
+    """The clocks of some sites, of which ``until`` lets the others have turns; see [Note: whose turn it is]."""
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
         self.now = 0.0

@@ -237,8 +237,6 @@ class StateHeader(Message):
 Wanted = Callable[[Contribution], Sequence[Payload]]
 """Which payloads of a contribution a rank fetches."""
 
-Fetched = Mapping[str, Mapping[str, Bytes] | None]
-
 
 @dataclass(frozen=True)
 class Waiting:

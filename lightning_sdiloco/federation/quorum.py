@@ -40,30 +40,20 @@ class Quorum(ABC):
             sites: The sites that could contribute: those with a lease, near enough to the last record.
         """
 
-    @abstractmethod
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether a round closes, though its grace is not over.
+        """Tells whether a round closes, though its grace is not over: by default, when all awaited have answered.
 
         Args:
             arrived: The sites that have contributed, or have said that they will not, each with the time.
             awaited: What `awaited` returned.
             now: The time, in seconds.
         """
+        return all(site in arrived for site in awaited)
 
 
 @dataclass(frozen=True)
 class All(Quorum):
-    """Waits for all: the default.
-
-    Args:
-        least: The least number of sites that make a round.
-
-    Examples:
-        >>> All().closes({"a": 10.0}, ["a", "b"], now=11.0)
-        False
-        >>> All().closes({"a": 10.0, "b": 10.5}, ["a", "b"], now=11.0)
-        True
-    """
+    """Waits for all, and for ``least`` sites at the least: the default."""
 
     least: int = 1
 
@@ -74,10 +64,6 @@ class All(Quorum):
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns all sites."""
         return sites
-
-    def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether all have answered."""
-        return all(site in arrived for site in awaited)
 
 
 @dataclass(frozen=True)
@@ -126,10 +112,6 @@ class DynamicBackup(Quorum):
         count = max(counts, key=lambda count: (count / (length + late[order[count - 1]]), count), default=0)
         return sorted(order[:count])
 
-    def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether all that are waited for have answered."""
-        return all(site in arrived for site in awaited)
-
 
 def _round_length(history: Sequence[Record]) -> float | None:
     """Returns the median time in which a site trains what it contributes, in seconds; None if none is known."""
@@ -149,14 +131,12 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
     for entry in (entry for record in history for entry in record.timings):
         if entry.site in heard:
             heard[entry.site][entry.round] = entry.late
-    return {site: _typical(rounds, history[-1].round) for site, rounds in heard.items()}
-
-
-def _typical(rounds: Mapping[int, float], last: int) -> float:
-    # Of who has just come nothing is known, and the grace bounds what that costs.
-    first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
-    found = [rounds.get(round, inf) for round in range(first, last + 1)]
-    return median(found) if found else 0.0
+    late, last = {}, history[-1].round
+    for site, rounds in heard.items():
+        # Of who has just come nothing is known, and the grace bounds what that costs.
+        first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
+        late[site] = median([rounds.get(round, inf) for round in range(first, last + 1)] or [0.0])
+    return late
 
 
 # In the charter

@@ -9,28 +9,26 @@ gives every payload of another site to one rank.
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future, wait
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from typing import Any
 
 from typing_extensions import override
 
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.client import Transport
 from lightning_sdiloco.federation.codec import Bytes, key_of, plain
 from lightning_sdiloco.federation.follower import Follower
-from lightning_sdiloco.federation.keys import Identity
 from lightning_sdiloco.federation.messages import (
     Call,
     Called,
     Contribution,
     Event,
-    Fetched,
     Lost,
     Payload,
     Record,
     Recorded,
-    Said,
     StateArrived,
     StateHeader,
     StateOffered,
@@ -53,41 +51,12 @@ _UNREAD = 32  # records whose payloads are here, and not read yet, before no mor
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "small": 32, "large": 8, "states": 32}
 
 
-class Transport(Protocol):
-    """The way to a hub: a `HubClient`, or a hub in this process."""
-
-    identity: Identity
-    life: str
-
-    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]: ...
-
-    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header: ...
-
-    def get(self, key: str, size: int | None = None) -> Bytes: ...
-
-    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]: ...
-
-    def now(self) -> float: ...
-
-    def pool(self, threads: int, name: str) -> Executor: ...
-
-    def pause(self, over: threading.Event) -> bool:
-        """Waits before another try, or until something is over; tells whether there is another try."""
-
-    def close(self) -> None: ...
-
-
 def all_payloads(own: Contribution) -> Sequence[Payload]:
     return own.payloads
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
     """Returns which of a contribution's payloads a rank fetches: each is fetched by one rank of a site.
-
-    Args:
-        rank: The rank.
-        ranks: How many there are. From a site of as many, each fetches the payload of its own number.
-        payloads: How many payloads there are.
 
     Examples:
         >>> [places_of(rank, 2, payloads=4) for rank in range(2)], [places_of(rank, 4, payloads=2) for rank in range(4)]
@@ -118,8 +87,12 @@ class HubShards:
         self._sending: set[Contribution] = set()
         self._begun: set[Contribution] = set()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
-        self._fetched: dict[str, Mapping[str, Bytes] | None] = {}
+        self._told: list[Told] = []
+        # Records that are being fetched.
+        self._coming: set[str] = set()
         self._away_since: float | None = None
+        # The hub refuses what the first rank sends before it has let the site in; then all goes that is outstanding.
+        self._let_in = True
 
     def reach(self, timeout: float = 60.0) -> None:
         until = self._client.now() + timeout
@@ -137,7 +110,8 @@ class HubShards:
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         with self._changed:
             self._outbox[own.fragment] = own, dict(blobs)
-        self._start(own)
+        if self._let_in:
+            self._start(own)
 
     def keep(self, outstanding: Collection[Contribution]) -> None:
         """Forgets all contributions but those that may still count."""
@@ -156,7 +130,8 @@ class HubShards:
     def fetch(self, record: Record) -> None:
         self._submit("records", self._deliver, record)
 
-    def fetched(self) -> Fetched:
+    def events(self) -> list[Told]:
+        """Returns what was heard: on these ranks, the records that were fetched."""
         away = self._away_since
         if away is not None and self._client.now() - away > self._patience:
             raise ExchangeError(
@@ -164,8 +139,8 @@ class HubShards:
                 " checkpoint of the site holds what it trained: start it again when the hub can be reached."
             )
         with self._changed:
-            fetched, self._fetched = self._fetched, {}
-        return fetched
+            told, self._told = self._told, []
+        return told
 
     def close(self, timeout: float = 2.0) -> None:
         with self._changed:
@@ -187,7 +162,6 @@ class HubShards:
                 # What matters is said again with the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
-                log.exception("%s: the connection to the hub failed", self.site)
                 self._fail(error)
 
         if not self._closed.is_set():
@@ -198,7 +172,9 @@ class HubShards:
                 future.add_done_callback(self._pending.discard)
 
     def _fail(self, error: Exception) -> None:
-        """Hears of what cannot be: the first rank tells training of it."""
+        """Hears of what cannot be; at the end, when threads find all closed, that is no news."""
+        if not isinstance(error, Refused) and not self._closed.is_set():
+            log.error("%s: the connection to the hub failed", self.site, exc_info=error)
 
     def _start(self, own: Contribution) -> None:
         with self._changed:
@@ -254,10 +230,20 @@ class HubShards:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            self._tell(record, blobs)
+            self._overtake(record)
+            self._put(Recorded(record, blobs))
+            self._coming.discard(record.key)
 
-    def _tell(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        self._fetched[record.key] = blobs
+    def _put(self, told: Told) -> None:
+        with self._changed:
+            self._told.append(told)
+            self._changed.notify_all()
+
+    def _overtake(self, record: Record) -> None:
+        """Forgets what this site has contributed to a round that is closed, or to one before it."""
+        kept = self._outbox.get(record.fragment)
+        if kept and kept[0].round <= record.round:
+            del self._outbox[record.fragment]
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "") -> dict[str, Bytes] | None:
         """Returns blobs, all of which are fetched at the same time; None if some of it is gone."""
@@ -284,6 +270,7 @@ class HubShards:
         return self._pools[pool].submit(self._get, payload)
 
     def _get(self, payload: Payload) -> Bytes:
+        """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
         while True:
             try:
                 blob = self._client.get(payload.key, payload.size)
@@ -291,7 +278,7 @@ class HubShards:
                 return blob
             except HubUnreachable as error:
                 self._missed(error)
-                if self._closed.is_set() or not self._client.pause(self._closed):
+                if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed):
                     raise
 
 
@@ -300,11 +287,9 @@ class HubConnection(HubShards):
 
     def __init__(self, client: Transport, wanted: Wanted = all_payloads, patience: float = 60.0) -> None:
         super().__init__(client, wanted, patience)
-        self._told: list[Told] = []
         self._error: Exception | None = None
-        # Records that wait for room, and those that are being fetched; from which rounds on that is of use.
+        # Records that wait for room; from which rounds on they are of use.
         self._waiting: list[Record] = []
-        self._coming: set[str] = set()
         self._kept: Sequence[int] = ()
         self._applied: Sequence[int | None] = ()
         self._hello: Header = {}
@@ -353,14 +338,6 @@ class HubConnection(HubShards):
             self._applied = applied
             self._fetch_waiting()
 
-    @override
-    def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
-        with self._changed:
-            self._outbox[own.fragment] = own, dict(blobs)
-        # Before the hub has let this site in it refuses what it sends. Then all goes that is outstanding.
-        if self._let_in:
-            self._start(own)
-
     def skip(self, call: Call) -> None:
         self._submit("calls", self._call, "skip", None, call.to_bytes())
 
@@ -387,6 +364,7 @@ class HubConnection(HubShards):
     def now(self) -> float:
         return self._client.now()
 
+    @override
     def events(self) -> list[Told]:
         """Returns what was heard, or raises the last word when there is nothing else."""
         with self._changed:
@@ -411,13 +389,9 @@ class HubConnection(HubShards):
 
     @override
     def _fail(self, error: Exception) -> None:
+        super()._fail(error)
         with self._changed:
             self._error = self._error or error
-            self._changed.notify_all()
-
-    def _put(self, told: Told) -> None:
-        with self._changed:
-            self._told.append(told)
             self._changed.notify_all()
 
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
@@ -450,29 +424,17 @@ class HubConnection(HubShards):
             list(pool.map(lambda part, own: self._client.send(part, about, key=own.key), parts, named))
         self._call("give", {"request": request, "parts": plain(named)}, header.to_bytes())
 
-    @override
-    def _get(self, payload: Payload) -> Bytes:
-        """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
-        while True:
-            try:
-                return self._client.get(payload.key, payload.size)
-            except HubUnreachable:
-                if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed):
-                    raise
-
     # Listening; nothing here waits, or a hub that is gone would be noticed late
 
     def _listen(self) -> None:
         try:
             for event in self._client.events(lambda: self._hello, lambda: self._beat):
-                self._hear(said_in(event))
-        except (HubError, ValueError) as error:
-            self._fail(Refused(str(error)))
+                self.hear(event)
         except Exception as error:
-            log.exception("%s: the connection to the hub failed", self.site)
-            self._fail(error)
+            self._fail(Refused(str(error)) if isinstance(error, HubError | ValueError) else error)
 
-    def _hear(self, said: Said | None) -> None:
+    def hear(self, event: Event) -> None:
+        said = said_in(event)
         if not isinstance(said, Lost):
             self._busy_since = None
         match said:
@@ -555,15 +517,3 @@ class HubConnection(HubShards):
             return True
         applied = self._applied[record.fragment]
         return applied is not None and self._kept[record.fragment] <= applied + 1 <= record.round
-
-    @override
-    def _tell(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        self._overtake(record)
-        self._put(Recorded(record, blobs))
-        self._coming.discard(record.key)
-
-    def _overtake(self, record: Record) -> None:
-        """Forgets what this site has contributed to a round that is closed, or to one before it."""
-        kept = self._outbox.get(record.fragment)
-        if kept and kept[0].round <= record.round:
-            del self._outbox[record.fragment]

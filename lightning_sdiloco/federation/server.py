@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Calls, Coordinator, Status
 from lightning_sdiloco.federation.journal import History, Quorums, SQLiteLedger
-from lightning_sdiloco.federation.keys import LOOKING, Access, Bundle, Peer, load, speaks_for_itself
+from lightning_sdiloco.federation.keys import LOOKING, Bundle, Peer, load, peer_of, speaks_for_itself
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.store import BlobStore, Upload
 from lightning_sdiloco.federation.wire import (
@@ -135,7 +135,7 @@ class Hub:
         elif bundle.identity.role != "hub":
             whose = f"{bundle.identity.role} {bundle.identity.name!r}"
             raise ValueError(f"The keys are those of {whose}, and a hub needs its own: give hub.bundle.")
-        self._access = Access(run, bundle)
+        self._run, self._bundle = run, bundle
         grpc = extra("grpc")
         self._server = grpc.server(
             ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="hub"),
@@ -190,7 +190,7 @@ class Hub:
             raise Malformed("a call begins with a header.")
         header, body = unpack(message)
         call = str(header.get("call"))[:80] if call == "call" else call
-        peer = self._access.peer(call, header, context)
+        peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
         # No other life of a site calls than that which watches now, before or after it.

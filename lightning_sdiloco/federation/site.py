@@ -10,50 +10,206 @@ the same, and nothing has to be agreed on but what is heard. A record is heard w
 payloads.
 """
 
+import io
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_sdiloco.algorithm import Mix
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import (
     Background,
     Flight,
+    FragmentState,
     Landing,
     Launch,
+    OuterParameter,
+    OuterState,
     Pending,
     Purpose,
     Rounds,
     Span,
     Work,
     completed,
+    to_parameters,
 )
-from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped
-from lightning_sdiloco.federation.codec import Bytes
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
+from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped, digests_of, fetched_by
+from lightning_sdiloco.federation.charter import Charter
+from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    TOLD,
     Called,
     Contribution,
     Lost,
     Record,
     Recorded,
     StateArrived,
+    StateHeader,
     StateWanted,
+    Told,
     Waiting,
     Welcomed,
 )
-from lightning_sdiloco.federation.ranks import SharedConnection
-from lightning_sdiloco.federation.states import OuterStates
+from lightning_sdiloco.federation.remote import HubConnection, HubShards
 
 _log = logging.getLogger(__name__)
 
 # How long a site listens at a time while it waits, in seconds.
 _MOMENT = 0.05
+_ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused, ValueError)}
+
+
+class SharedConnection:
+    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks].
+
+    Attributes:
+        hub: That of the first rank, which speaks for all; None on the others.
+        own: The connection over which this rank's payloads go: `hub`, or one that does nothing else.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        connect: Callable[[int], HubConnection],
+        connect_shards: Callable[[int, int, str], HubShards],
+    ) -> None:
+        self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
+        self.hub: HubConnection | None = None
+        self.own: HubShards | None = None
+        self._payloads: dict[str, Mapping[str, Bytes]] = {}
+        self._coming: dict[str, tuple[Record, set[int]]] = {}
+
+        def first() -> tuple[str, str] | None:
+            if rank == 0:
+                self.hub = self.own = connect(ranks)
+            return (self.hub.site, self.hub.life) if self.hub else None
+
+        def other() -> None:
+            self.own = self.own or connect_shards(rank, ranks, self.life)
+
+        self.site, self.life = self.all_say(first)[0]
+        try:
+            self.all_say(other)
+        except Exception:
+            self.close()
+            raise
+
+    def all_say(self, ask: Callable[[], Any]) -> list[Any]:
+        """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
+        every = self._ranks.attempt(ask)
+        for outcome in every:
+            if outcome.failure:
+                kinds = (_ERRORS[name] for name in outcome.failure if name in _ERRORS)
+                raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
+        return [outcome.value for outcome in every]
+
+    def agree(self, charter: Charter) -> Charter:
+        return Charter.from_bytes(self.all_say(lambda: self.hub and self.hub.agree(charter).to_bytes())[0])
+
+    def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
+        """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
+        if self._ranks.size == 1:
+            assert self.hub is not None, "the first rank has it"
+            return self.hub.events(), self.hub.now(), requests, samples
+        every = self.all_say(lambda: (*self._listen(), requests, samples))
+        told = list[Told]()
+        for kind, said in every[0][0]:
+            one: Told = read(TOLD[kind], said, kind.lower())
+            if isinstance(one, Called) and one.own and not self.hub and self.own:
+                self.own.prefetch(one.own)
+            if not isinstance(one, Recorded):
+                told.append(one)
+            elif one.record.key not in self._coming:
+                # It is told when all ranks have what they need of it.
+                self._coming[one.record.key] = one.record, set()
+                if self.own and not self.hub:
+                    self.own.fetch(one.record)
+        for rank, (_, fetched, _, asked, _) in enumerate(every):
+            requests |= asked
+            arrived = [self._arrived(key, rank, is_there) for key, is_there in fetched.items()]
+            told += filter(None, arrived)
+        return told, every[0][2], requests, sum(samples for *_, samples in every)
+
+    def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
+        """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
+        told: list[Any] = []
+        fetched = dict[str, Mapping[str, Bytes] | None]()
+        for one in self.own.events() if self.own else ():
+            if isinstance(one, Recorded):
+                fetched[one.record.key] = one.blobs
+                one = Recorded(one.record, None)
+            told.append((type(one).__name__, plain(one)))
+        self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
+        is_there = {key: blobs is not None for key, blobs in fetched.items()}
+        return told, is_there, self.hub.now() if self.hub else 0.0
+
+    def _arrived(self, key: str, rank: int, is_there: bool) -> Recorded | None:
+        """Hears that a rank has what it needs for a record, or that some of it is gone; returns what is told of it."""
+        if key not in self._coming:
+            # It was fetched twice.
+            self._payloads.pop(key, None)
+            return None
+        record, there = self._coming[key]
+        there.add(rank)
+        if is_there and len(there) < self._ranks.size:
+            return None
+        del self._coming[key]
+        blobs = self._payloads.pop(key, None)
+        return Recorded(record, blobs if is_there else None)
+
+    def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
+        """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
+        if not pending:
+            return ()
+        ready: Collection[int] = self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0]
+        return ready
+
+    def wait(self, timeout: float) -> None:
+        if self.hub:
+            self.hub.wait(timeout)
+
+    def beat(self, follower: Follower) -> None:
+        if self.hub:
+            self.hub.beat(follower)
+        elif self.own:
+            self.own.keep(follower.outstanding())
+
+    def close(self) -> None:
+        if self.hub:
+            self.hub.leave()
+        if self.own:
+            self.own.close()
+
+
+def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
+    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and buffers."""
+    parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
+    buffers = {name: buffer.to("cpu") for name, buffer in fragment.buffers.named().items()}
+    file = io.BytesIO()
+    torch.save({"parameters": {name: tuple(own) for name, own in parameters.items()}, "buffers": buffers}, file)
+    return file.getvalue()
+
+
+def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping[str, Tensor]]:
+    """Reads what of it this rank holds, perhaps at a site with another number of ranks. Nothing in it is executed."""
+    try:
+        state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
+        parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
+        outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
+        buffers = {name: state["buffers"][name] for name in fragment.buffers.names}
+    except Exception as error:  # whatever is wrong with what a stranger may have made
+        raise ValueError(f"what came is no state of fragment {fragment.index}: {error}") from error
+    if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
+        raise ValueError(f"the state of fragment {fragment.index} that came has {tuple(outer.values.shape)} values")
+    return outer, buffers
 
 
 @dataclass
@@ -64,13 +220,6 @@ class Launched:
     begun: Contribution
     pending: Pending[Encoded]
     encoded: Encoded | None = None
-
-
-class _Applied(NamedTuple):
-    """Holds a record that is being applied."""
-
-    record: Record
-    pending: Pending[Stepped]
 
 
 class FederatedWorld:
@@ -88,9 +237,9 @@ class FederatedWorld:
         self._rounds, self._topology = rounds, topology
         self._connection, self.follower, self._arithmetic, self._waits = connection, follower, arithmetic, waits
         self._launched: dict[int, Launched] = {}
-        self._applied: dict[int, _Applied] = {}
+        # Records that are being applied, and the payloads of those that came.
+        self._applied: dict[int, tuple[Record, Pending[Stepped]]] = {}
         self._blobs: dict[str, Mapping[str, Bytes]] = {}
-        self._states = OuterStates(rounds, topology, follower)
         self._refused: list[str] = []
         self._now = time.monotonic()
         self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
@@ -107,18 +256,14 @@ class FederatedWorld:
     def join(self, step: int) -> None:
         """Waits until the hub has let this site in, it has a state, and all records so far have landed."""
         self.hear()
-        while not self._has_joined():
+        follower = self.follower
+        while not (follower.reachable and follower.follows and all(own.has_joined for own in follower.fragments)):
             # One at a time: where there are many, a state is the shorter way, and comes meanwhile.
             landed = next(self._land_ready(step), None)
             self._look_after()
             if landed is None:
                 self._connection.wait(_MOMENT)
             self.hear()
-
-    def _has_joined(self) -> bool:
-        follower = self.follower
-        landed = all(own.has_joined for own in follower.fragments)
-        return follower.reachable and follower.follows and landed
 
     def trained(self, micro_batches: int, samples: int) -> None:
         """Counts an inner step by its samples, of which ranks may have trained unequal numbers: `hear` adds them up."""
@@ -142,7 +287,8 @@ class FederatedWorld:
             launch = launch._replace(
                 travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
             )
-            self._rounds.link.note(self._connection.sends_bytes_per_s)
+            if self._connection.own:
+                self._rounds.link.note(self._connection.own.sends_bytes_per_s)
             self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
         self._send()
         return len(due)
@@ -166,11 +312,10 @@ class FederatedWorld:
                 norm_squared=encoded.norm_squared,
             )
             own = self.follower.fragments[index].flight
-            if own is not None and own.own == sent:
-                # It was launched before the checkpoint, which has it whole.
-                self._connection.contribute(sent, encoded.blobs)
-            elif (complete := self.follower.complete(sent)) is not None:
-                self._connection.contribute(complete, encoded.blobs)
+            # A launch of before the checkpoint is complete already.
+            complete = sent if own is not None and own.own == sent else self.follower.complete(sent)
+            if complete is not None and self._connection.own:
+                self._connection.own.contribute(complete, encoded.blobs)
         self._drop_landed()
 
     def _drop_landed(self) -> None:
@@ -226,42 +371,37 @@ class FederatedWorld:
 
     # Landing
 
-    def _apply_known(self) -> None:
-        """Begins to apply the records that land next, if what they name is here."""
-        for own in self.follower.fragments:
-            record = own.records.get(own.next_round)
-            if record is None or own.digest is None or record.key not in self._blobs:
-                continue
-            applied = self._applied.get(own.fragment)
-            launched = self._launched.get(own.fragment)
-            if applied is None or applied.record.key != record.key:
-                blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
-                encoded = launched.encoded if launched else None
-                work = partial(self._arithmetic.apply, record, blobs, before, encoded)
-                self._applied[own.fragment] = _Applied(record, _in_background(self._rounds.background, work))
-
     @torch.no_grad()
     def _land_ready(self, step: int, wait: Span | None = None) -> Iterator[Landing]:
+        """Applies in the background the records that land next, if what they name is here, and lands those due."""
         landed = True
         while landed:
             landed = False
-            self._apply_known()
+            for own in self.follower.fragments:
+                record = own.records.get(own.next_round)
+                if record is None or own.digest is None or record.key not in self._blobs:
+                    continue
+                applied, launched = self._applied.get(own.fragment), self._launched.get(own.fragment)
+                if applied is None or applied[0].key != record.key:
+                    blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
+                    encoded = launched.encoded if launched else None
+                    work = partial(self._arithmetic.apply, record, blobs, before, encoded)
+                    self._applied[own.fragment] = record, _in_background(self._rounds.background, work)
             due = {}
             for record in self.follower.due(step):
                 applied = self._applied.get(record.fragment)
-                if applied is not None and applied.record.key == record.key:
+                if applied is not None and applied[0].key == record.key:
                     due[record.fragment] = applied
             # Who is far behind waits for the arithmetic, not for an inner step per round.
-            behind = [i for i in due if self.follower.fragments[i].closed > due[i].record.round]
-            waiting = {index: one.pending for index, one in due.items() if index not in behind}
+            behind = [i for i in due if self.follower.fragments[i].closed > due[i][0].round]
+            waiting = {index: pending for index, (_, pending) in due.items() if index not in behind}
             for index in (*behind, *self._connection.ready(waiting)):
-                report = self._land(due[index], step, wait)
+                report = self._land(due[index][0], due[index][1].result(), step, wait)
                 landed = True
                 if report is not None:
                     yield report
 
-    def _land(self, applied: _Applied, step: int, wait: Span | None) -> Landing | None:
-        record, stepped = applied.record, applied.pending.result()
+    def _land(self, record: Record, stepped: Stepped, step: int, wait: Span | None) -> Landing | None:
         arrived = time.perf_counter()
         fragment, launched = self._rounds.fragments[record.fragment], self._launched.get(record.fragment)
         was_finite = launched is None or launched.encoded is None or launched.encoded.finite
@@ -279,24 +419,7 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
-        if landing is MergeAction.DROP:
-            self._tell_of_drop(record)
-        if landing is MergeAction.CARRY:
-            fragment.carry(stepped.arrival, stepped.moved)
-        else:
-            mixes = landing in (MergeAction.MIX, MergeAction.DROP)
-            # Who counts has sent what its compression remembers.
-            arrival = stepped.arrival if mixes and own in stepped.arrival.landing.counted else stepped.forgotten()
-            fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
-        if landing is MergeAction.TAKE and not record.final:
-            fragment.memory = fragment.tuning = None
-        if not was_finite:
-            self._rounds.recover(fragment.index)
-        self._drop_landed()
-        return self._report(record, stepped, launched, step, wait or (arrived, arrived), was_finite)
-
-    def _tell_of_drop(self, record: Record) -> None:
-        if not self._has_told_of_drop:
+        if landing is MergeAction.DROP and not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
                 "Round %d of fragment %d closed before this site's contribution was there: it counts nowhere. If the"
@@ -305,16 +428,31 @@ class FederatedWorld:
                 record.round,
                 record.fragment,
             )
-
-    def _report(
-        self, record: Record, stepped: Stepped, launched: Launched | None, step: int, wait: Span, was_finite: bool
-    ) -> Landing:
+        if landing is MergeAction.CARRY:
+            fragment.carry(stepped.arrival, stepped.moved)
+        else:
+            mixes = landing in (MergeAction.MIX, MergeAction.DROP)
+            # Who counts has sent what its compression remembers; of the others that stays.
+            arrival = stepped.arrival
+            if not mixes or own not in arrival.landing.counted:
+                arrival = arrival._replace(changes={"outer": arrival.changes["outer"]})
+            fragment.land(arrival, arrival.rule if mixes else Mix(0.0), 0, final=record.final)
+        if landing is MergeAction.TAKE and not record.final:
+            fragment.memory = fragment.tuning = None
+        if not was_finite:
+            self._rounds.recover(fragment.index)
+        self._drop_landed()
         sent = launched.encoded.blobs.values() if launched and launched.encoded else ()
+        wait, group = wait or (arrived, arrived), self._topology
         told = stepped.arrival.landing._replace(
             launched_at=step if launched is None else launched.flight.launch.step,
             left_out=() if was_finite else (0,),
             bytes_sent=sum(map(len, sent)),
-            bytes_received=self._arithmetic.bytes_fetched(record, self.follower.site),
+            bytes_received=sum(
+                payload.size
+                for index, _, payload in fetched_by(group.group_rank, group.group_size, record)
+                if index != own
+            ),
             sites=tuple(one.site for one in record.counted),
         )
         launch = (wait[0], wait[0]) if launched is None else launched.flight.launched
@@ -334,12 +472,12 @@ class FederatedWorld:
         for event in told:
             match event:
                 case Welcomed():
-                    self._states.begin_again(self.follower.welcome(event.welcome))
+                    self._begin_again(self.follower.welcome(event.welcome))
                     self._drop_landed()
                     if self._is_alone:
                         _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
                     self._is_alone, self._waits_for = False, ""
-                    self._states.begin_as_founded(event.anchor)
+                    self._begin_as_founded(event.anchor)
                 case Called():
                     self.follower.hear(event.call)
                 case Recorded():
@@ -348,7 +486,7 @@ class FederatedWorld:
                     if event.blobs is not None and event.record.round > own.applied.round:
                         self._blobs[event.record.key] = event.blobs
                 case StateWanted():
-                    given = self._states.given(event.founding)
+                    given = self._given(event.founding)
                     if given and self._connection.hub:
                         self._connection.hub.give(event.request, *given)
                 case StateArrived():
@@ -367,26 +505,91 @@ class FederatedWorld:
                         _log.warning("Site %s waits: %s", self.follower.site, event.why)
         return requests
 
-    def _adopt(self, state: StateArrived) -> None:
-        """Takes over a state that came, as far as it is newer than what this site has."""
-        if not self.follower.wants_state:
-            return
-        try:
-            adopted = self._states.adopt(state.header, state.parts)
-        except ValueError as error:
-            _log.warning("A state that %s gave was refused: %s.", state.source, error)
-            self._refused.append(state.source)
-            return
-        self._refused.clear()
-        self._say_hello()
-        for index in adopted:
-            self._applied.pop(index, None)
-        self._drop_landed()
-
     def _say_hello(self) -> None:
         self._has_said_hello = True
         if self._connection.hub:
             self._connection.hub.hello(self.follower)
+
+    # Outer states on their way between sites; in-group collectives, between landings
+
+    def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
+        fragments = self._rounds.fragments
+        values = [own.outer.values for own in fragments] if values is None else values
+        return digests_of(values, [own.layout.start for own in fragments], self._topology.in_site)
+
+    def _begin_as_founded(self, anchor: StateHeader | None) -> None:
+        """Begins at round 0 with what this site has, where the run was founded on the same values."""
+        if anchor is None or any(position.round for position in anchor.applied):
+            return
+        if any(own.digest is not None for own in self.follower.fragments):
+            return
+        digests = self.digests()
+        if list(anchor.digests) == digests:
+            self.follower.found(digests)
+
+    def _given(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
+        """Returns the state of this site, if it follows, or founds the run."""
+        digests = self.digests()
+        if founding:
+            header = StateHeader(tuple(own.applied for own in self.follower.fragments), tuple(digests))
+        elif not self.follower.follows or list((header := self.follower.header()).digests) != digests:
+            return None
+        gather = self._topology.in_site.all_gather_object
+        return header, [to_part(own, gather(own.outer.state_dict())) for own in self._rounds.fragments]
+
+    @torch.no_grad()
+    def _begin_again(self, fragments: Sequence[int]) -> None:
+        """Begins again from the outer values of fragments; see [Note: what an earlier life has launched]."""
+        if not fragments:
+            return
+        _log.info(
+            "What this site launched before it was started again stands in rounds that are open, of fragments %s. It"
+            " trains on from their outer parameters.",
+            ", ".join(map(str, fragments)),
+        )
+        self._rounds.reshard()
+        for index in fragments:
+            fragment = self._rounds.fragments[index]
+            fragment.write_outer(self._topology.in_group)
+            # What the compression remembers is of launches of another life, or of none.
+            fragment.memory = fragment.tuning = None
+
+    @torch.no_grad()
+    def _adopt(self, state: StateArrived) -> None:
+        """Takes over a state that came, as far as it is newer than what this site has."""
+        if not self.follower.wants_state:
+            return
+        fragments, parts = self._rounds.fragments, state.parts
+        try:
+            if len(parts) != len(fragments):
+                raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
+            came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
+            landings = self.follower.adopt(state.header, self.digests([outer.values for outer, _ in came]))
+        except ValueError as error:
+            _log.warning("A state that %s gave was refused: %s.", state.source, error)
+            self._refused.append(state.source)
+            return
+        self._rounds.reshard()
+        for index, landing in landings.items():
+            self._take_over(fragments[index], *came[index], landing)
+            self._applied.pop(index, None)
+        self._refused.clear()
+        self._say_hello()
+        self._drop_landed()
+
+    def _take_over(
+        self, fragment: FragmentState, outer: OuterState, buffers: Mapping[str, Tensor], landing: MergeAction
+    ) -> None:
+        before = fragment.gathered(self._topology.in_group)
+        fragment.start_from(outer, buffers)
+        after = fragment.gathered(self._topology.in_group)
+        if landing is MergeAction.CARRY:
+            fragment.layout.shift(after - before)
+            return
+        rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
+        fragment.layout.land(rule, [after], 0)
+        fragment.buffers.write()
+        fragment.memory = fragment.tuning = None
 
     # Checkpoints
 
@@ -406,7 +609,7 @@ class FederatedWorld:
                 f"This is the state of site {saved['site']!r}, and this is {self.follower.site!r}: each site resumes"
                 " from its own. Give its checkpoint, or start without one: the site then fetches a state."
             )
-        self.follower.load_state_dict(saved, self._states.digests())
+        self.follower.load_state_dict(saved, self.digests())
         self._applied.clear()
         self._rounds.flights.clear()
         self._launched.clear()
@@ -422,7 +625,6 @@ class FederatedWorld:
 
 
 def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
-
     def in_one_stage() -> Work[Any]:
         yield from ()
         return work()

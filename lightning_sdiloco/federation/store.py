@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -24,7 +23,6 @@ from lightning_sdiloco.federation.wire import (
     Altered,
     Missing,
     NoSpace,
-    checked_blob,
     checked_key,
     checked_size,
 )
@@ -66,11 +64,23 @@ def lacking(ranges: Ranges, size: int) -> Ranges:
 
 
 class BlobStore:
-    """Blobs under their digests, in a folder or under a URL of fsspec."""
+    """Blobs under their digests, in a folder of this machine, or under a URL of fsspec where objects appear whole."""
 
     def __init__(self, url: str | Path, max_blob: int = MAX_BLOB) -> None:
         self.url, self.max_blob = str(url), max_blob
-        self._files = _files_at(self.url)
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            raise ValueError(
+                f"The store {self.url!r} cannot be opened: {error}. Give a folder, or a URL of fsspec."
+            ) from error
+        self._blobs = f"{root.rstrip('/')}/blobs"
+        self._folder = Path(self._blobs) if isinstance(self._files, LocalFileSystem) else None
+        if self._folder is None:
+            self.spool = Path(tempfile.mkdtemp(prefix="sdiloco-"))
+        else:
+            self.spool = Path(root) / "incomplete"
+            self.spool.mkdir(parents=True, exist_ok=True)
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     def put(self, blob: Bytes) -> str:
@@ -83,31 +93,56 @@ class BlobStore:
         return upload.key
 
     def begin(self, key: str, size: int) -> "Upload":
-        return Upload(self, checked_key(key), checked_size(size, self.max_blob, "blob"), self._files)
+        return Upload(self, checked_key(key), checked_size(size, self.max_blob, "blob"))
 
     def get(self, key: str) -> bytes:
-        size = checked_size(self.size(key), self.max_blob, "blob")
-        return checked_blob(key, self.read(key, 0, size), f"the store {self.url}")
+        blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
+        if key_of(blob) != key:
+            raise Altered(
+                f"the store {self.url} holds other bytes than those whose digest is {key}: they have been altered."
+            )
+        return blob
 
     def size(self, key: str) -> int:
-        return self._files.size(checked_key(key))
+        with self._there(key) as path:
+            return int(self._files.info(path)["size"])
 
     def read(self, key: str, start: int, end: int) -> bytes:
-        return self._files.read(checked_key(key), start, end)
+        with self._there(key) as path:
+            return bytes(self._files.cat_file(path, start=start, end=end))
+
+    @contextmanager
+    def _there(self, key: str) -> Iterator[str]:
+        self._files.invalidate_cache()
+        try:
+            yield f"{self._blobs}/{checked_key(key)}"
+        except FileNotFoundError:
+            raise Missing(f"{self._blobs}/{key} is not there.") from None
+
+    def store(self, spooled: Path, key: str) -> None:
+        """Takes in a file that is complete and on the disk."""
+        if self._folder is None:
+            self._files.put_file(str(spooled), f"{self._blobs}/{key}")
+            spooled.unlink()
+        else:
+            self._folder.mkdir(exist_ok=True)
+            spooled.replace(self._folder / key)
+            sync_folder(self._folder)
+        self._stored[key] = time.monotonic()
 
     def retain(self, keys: Collection[str], age: float = 600.0) -> int:
         """Drops all blobs but those named, and those that came lately: no record may name them yet."""
-        now = time.monotonic()
-        dropped = 0
-        for key in self._files.keys():  # noqa: SIM118
-            if key not in keys and now - self._stored.get(key, -age) >= age:
-                self._files.delete(key)
-                self._stored.pop(key, None)
-                dropped += 1
+        now, dropped = time.monotonic(), 0
+        self._files.invalidate_cache()
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._files.ls(self._blobs, detail=False):
+                key = str(path).rpartition("/")[2]
+                if key not in keys and now - self._stored.get(key, -age) >= age:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm_file(f"{self._blobs}/{key}")
+                    self._stored.pop(key, None)
+                    dropped += 1
         return dropped
-
-    def stored(self, key: str) -> None:
-        self._stored[key] = time.monotonic()
 
 
 class InMemoryStore:
@@ -137,17 +172,17 @@ class InMemoryStore:
 class Upload:
     """A blob on its way into a store, whose pieces come in any order and from several threads."""
 
-    def __init__(self, store: BlobStore, key: str, size: int, files: "_LocalFiles | _RemoteFiles") -> None:
+    def __init__(self, store: BlobStore, key: str, size: int) -> None:
         self.key, self.size, self.used = key, size, time.monotonic()
-        self._store, self._files = store, files
-        self._path = files.spool / f"{key}.{secrets.token_hex(8)}"
+        self._store = store
+        self._path = store.spool / f"{key}.{secrets.token_hex(8)}"
         self._there: Ranges = []
         self._unsynced = 0
         self._given_up = self._committed = False
         self._lock, self._committing = threading.Lock(), threading.Lock()
-        with _telling_full_disks(files.spool):
+        with _telling_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another gives up.
-            self._file = open(self._path, "xb+", buffering=0, opener=_for_its_owner)  # noqa: SIM115
+            self._file = open(self._path, "xb+", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
             with self.discarded_on_error():
                 if size and hasattr(os, "posix_fallocate"):
                     # A disk that is too small says so now.
@@ -158,7 +193,7 @@ class Upload:
         end = start + len(data)
         if not data or end > self.size:
             raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {self.size:,} bytes.")
-        with _telling_full_disks(self._files.spool):
+        with _telling_full_disks(self._store.spool):
             with self._lock:
                 there = united(self._there, start, end)
                 if len(there) > _MOST_RANGES:
@@ -186,7 +221,7 @@ class Upload:
 
     def commit(self) -> None:
         """Gives the blob its name, once all of it is there and on the disk. Nobody could see it before."""
-        with self._committing, self.discarded_on_error(), _telling_full_disks(self._files.spool):
+        with self._committing, self.discarded_on_error(), _telling_full_disks(self._store.spool):
             if self._committed:
                 return
             digest = hashlib.sha256()
@@ -195,9 +230,8 @@ class Upload:
             if digest.hexdigest() != self.key:
                 raise Altered(f"the bytes that arrived are not those that were announced as {self.key}.")
             os.fsync(self._handle())
-            self._files.move_in(self._path, self.key)
+            self._store.store(self._path, self.key)
             self._committed = True
-            self._store.stored(self.key)
 
     def discard(self) -> None:
         self._given_up = True
@@ -216,90 +250,6 @@ class Upload:
         if self._given_up:
             raise Missing(f"the upload of {self.key} has been given up: send it again.")
         return self._file.fileno()
-
-
-def _for_its_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
-# Files
-
-
-def _files_at(url: str) -> "_LocalFiles | _RemoteFiles":
-    try:
-        filesystem, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"The store {url!r} cannot be opened: {error}. Give a folder, or a URL of fsspec.") from error
-    return _LocalFiles(Path(root)) if isinstance(filesystem, LocalFileSystem) else _RemoteFiles(filesystem, root)
-
-
-class _LocalFiles:
-    """A folder of this machine, or one that it has mounted. A file is written whole under its key, or not at all."""
-
-    def __init__(self, folder: Path) -> None:
-        self._blobs, self.spool = folder / "blobs", folder / "incomplete"
-        self.spool.mkdir(parents=True, exist_ok=True)
-
-    def size(self, key: str) -> int:
-        with _telling_what_is_missing(self._blobs / key):
-            return (self._blobs / key).stat().st_size
-
-    def read(self, key: str, start: int, end: int) -> bytes:
-        with _telling_what_is_missing(self._blobs / key), (self._blobs / key).open("rb") as file:
-            file.seek(start)
-            return file.read(end - start)
-
-    def keys(self) -> list[str]:
-        return sorted(os.listdir(self._blobs)) if self._blobs.exists() else []
-
-    def move_in(self, spooled: Path, key: str) -> None:
-        self._blobs.mkdir(exist_ok=True)
-        spooled.replace(self._blobs / key)
-        sync_folder(self._blobs)
-
-    def delete(self, key: str) -> None:
-        (self._blobs / key).unlink(missing_ok=True)
-
-
-class _RemoteFiles:
-    """Objects behind fsspec, of a kind that appear whole, such as those of S3."""
-
-    def __init__(self, filesystem: Any, root: str) -> None:
-        self._filesystem, self._blobs = filesystem, f"{root.rstrip('/')}/blobs"
-        self.spool = Path(tempfile.mkdtemp(prefix="sdiloco-"))
-
-    def size(self, key: str) -> int:
-        self._filesystem.invalidate_cache()
-        with _telling_what_is_missing(f"{self._blobs}/{key}"):
-            return int(self._filesystem.info(f"{self._blobs}/{key}")["size"])
-
-    def read(self, key: str, start: int, end: int) -> bytes:
-        self._filesystem.invalidate_cache()
-        with _telling_what_is_missing(f"{self._blobs}/{key}"):
-            return bytes(self._filesystem.cat_file(f"{self._blobs}/{key}", start=start, end=end))
-
-    def keys(self) -> list[str]:
-        self._filesystem.invalidate_cache()
-        with contextlib.suppress(FileNotFoundError):
-            listed = self._filesystem.ls(self._blobs, detail=False)
-            return sorted(str(path).rpartition("/")[2] for path in listed)
-        return []
-
-    def move_in(self, spooled: Path, key: str) -> None:
-        self._filesystem.put_file(str(spooled), f"{self._blobs}/{key}")
-        spooled.unlink()
-
-    def delete(self, key: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._filesystem.rm_file(f"{self._blobs}/{key}")
-
-
-@contextmanager
-def _telling_what_is_missing(what: object) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise Missing(f"{what} is not there.") from None
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Predicts whom the rounds of a federation wait for: its quorum is asked as the hub asks it, with times of a plan."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from lightning_sdiloco.federation.charter import RETENTION
@@ -48,16 +48,7 @@ class Way(NamedTuple):
 def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, steps: int, step_time: float) -> Waits:
     """Plays rounds in which every site sends as it always does, until a quorum that learns has learned.
 
-    Args:
-        quorum: When a round closes.
-        grace: Seconds after the first contribution after which it closes all the same.
-        ways: The way between each site and the hub.
-        payload: Bytes that a site sends.
-        steps: Inner steps of a round.
-        step_time: Seconds of an inner step.
-
-    Raises:
-        ValueError: If a number is out of its range, or no round would ever close.
+    A round has so many inner steps, of ``step_time`` seconds each, after which a site sends ``payload`` bytes.
 
     Examples:
         >>> from lightning_sdiloco.federation import All
@@ -74,12 +65,23 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
             " would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
-    history: list[Record] = []
-    rounds = []
-    for _ in range(_ROUNDS):
-        closes = _closes(quorum, history[-RETENTION:], arrives, grace)
+    first, history, rounds = min(arrives.values()), list[Record](), list[Round]()
+    for number in range(1, _ROUNDS + 1):
+        # The hub asks whenever a contribution comes, and when the grace is over.
+        awaited, closes = quorum.awaited(history[-RETENTION:], list(arrives)), max(arrives.values())
+        for now in sorted({*arrives.values(), first + grace}):
+            here = {site: at for site, at in arrives.items() if at <= now}
+            is_over = now >= first + grace
+            if len(here) >= quorum.fewest(len(arrives)) and (quorum.closes(here, awaited, now) or is_over):
+                closes = now
+                break
         rounds.append(_round(closes, arrives, ways, payload))
-        history.append(_record(len(history) + 1, rounds[-1].counted, arrives, steps, step_time))
+        counted = rounds[-1].counted
+        # Of who was late it is told a round later.
+        came = {site: number if site in counted else number - 1 for site in arrives}
+        timings = [Timing(site, round, arrives[site] - first, step_time) for site, round in came.items() if round]
+        owns = tuple(Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted))
+        history.append(Record(number, 0, number, "", owns, timings=tuple(timings)))
     known = rounds[-RETENTION:]
     return Waits(
         arrives=arrives,
@@ -89,32 +91,8 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
     )
 
 
-def _closes(quorum: Quorum, history: Sequence[Record], arrives: Mapping[str, float], grace: float) -> float:
-    """Returns when the hub closes a round: it is asked whenever a contribution comes, and when the grace is over."""
-    awaited, over = quorum.awaited(history, list(arrives)), min(arrives.values()) + grace
-    for now in sorted({*arrives.values(), over}):
-        here = {site: at for site, at in arrives.items() if at <= now}
-        if len(here) >= quorum.fewest(len(arrives)) and (quorum.closes(here, awaited, now) or now >= over):
-            return now
-    return max(arrives.values())
-
-
 def _round(closes: float, arrives: Mapping[str, float], ways: Mapping[str, Way], payload: int) -> Round:
     counted = tuple(site for site, at in arrives.items() if at <= closes)
     # A site has its own payload.
     takes = max(ways[site].down((len(counted) - 1) * payload) for site in counted)
     return Round(counted, closes, closes + takes)
-
-
-def _record(number: int, counted: Sequence[str], arrives: Mapping[str, float], steps: int, step_time: float) -> Record:
-    """Returns what a quorum is told of a round: who counted, and when each came; who was late is told a round later."""
-    first = min(arrives.values())
-    came = {site: number if site in counted else number - 1 for site in arrives}
-    return Record(
-        seq=number,
-        fragment=0,
-        round=number,
-        previous="",
-        counted=tuple(Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted)),
-        timings=tuple(Timing(site, round, arrives[site] - first, step_time) for site, round in came.items() if round),
-    )

@@ -5,14 +5,13 @@ A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
 
 import importlib
 import json
-import re
 import struct
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.codec import Bytes, decoded, key_of
+from lightning_sdiloco.federation.codec import KEY, Bytes, decoded
 
 MAX_BLOB = 16 << 30
 """Bytes of the largest blob, if nothing smaller is chosen."""
@@ -22,8 +21,6 @@ MAX_RECORD = 128 << 10
 
 EVERYTHING = -1
 """After which number to read, to see all records: they are numbered from 0."""
-
-_KEY = re.compile(r"[0-9a-f]{64}")
 
 
 class HubError(RuntimeError):
@@ -60,7 +57,7 @@ Failure = HubError | Refused
 
 def checked_key(key: Any) -> str:
     """Returns a key that has the form of one, so that it can be the name of a file."""
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
+    if not isinstance(key, str) or not KEY.fullmatch(key):
         raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
     return key
 
@@ -72,12 +69,6 @@ def checked_size(size: Any, limit: int, what: str) -> int:
     if size > limit:
         raise Refused(f"a {what} of {size:,} bytes is too large: at most {limit:,} are taken.")
     return size
-
-
-def checked_blob(key: str, blob: bytes, where: str) -> bytes:
-    if key_of(blob) != key:
-        raise Altered(f"{where} holds other bytes than those whose digest is {key}: they have been altered.")
-    return blob
 
 
 def extra(module: str) -> ModuleType:

@@ -33,9 +33,8 @@ from lightning_sdiloco.federation import (
     HubClient,
     HubError,
     HubUnreachable,
+    bundle_at,
     hub_addresses,
-    identity_of,
-    valid_until,
 )
 from lightning_sdiloco.launch import (
     BrokenConnection,
@@ -504,9 +503,10 @@ def _of_keys(options: HubOptions) -> Finding:
     if options.keys is None:
         return Finding("ok", "keys", "none: whoever is on the way can read and change everything (--insecure)")
     try:
-        who, until = identity_of(options.keys), valid_until(options.keys)
+        bundle = bundle_at(options.keys)
     except ValueError as error:
         return Finding("wrong", "keys", str(error))
+    who, until = bundle.identity, bundle.ends
     days = (until - datetime.datetime.now(datetime.timezone.utc)).days
     run = f"run {who.run}" if who.run != "-" else "the run of its authority"
     return Finding("ok", "keys", f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days")

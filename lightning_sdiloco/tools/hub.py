@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.federation import HubClient, HubError, HubService, Role, identity_of
+from lightning_sdiloco.federation import HubClient, HubError, HubService, Role, bundle_at
 
 
 def hub(
@@ -92,7 +92,7 @@ class HubOptions:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name, run = str(role), self.run
         if self.keys is not None and not self.insecure:
-            who = identity_of(self.keys)
+            who = bundle_at(self.keys).identity
             name, run = who.name, run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")

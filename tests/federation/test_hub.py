@@ -275,8 +275,7 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     chain = Chain(joiner.connection)
     joiner.connection.hello(joiner.follower)
     # Before it is let in again it does not know that it has missed something.
-    until(lambda: joiner.heard() and joiner.welcomes > welcomes)
-    assert min(joiner.rounds) > min(before)
+    until(lambda: joiner.heard() and joiner.welcomes > welcomes and min(joiner.rounds) > min(before))
     assert chain.length <= 4
 
 
@@ -370,9 +369,9 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     # The first rank has fetched nothing of the other one, and the other one, started anew, its own half alone.
     assert site.blobs == {record.key: {payloads[0].key: halves[0]}}
     others[1].fetch(record)
-    fetched = dict[str, object]()
-    until(lambda: fetched.update(others[1].fetched()) or fetched)
-    assert fetched == {record.key: {payloads[1].key: halves[1]}}
+    fetched = list[Any]()
+    until(lambda: fetched.extend(others[1].events()) or fetched)
+    assert fetched == [Recorded(record, {payloads[1].key: halves[1]})]
     # Each rank knows what its own link carried; what was there already tells nothing.
     rates = [one.sends_bytes_per_s for one in (first, *others)]
     assert min(rates[:2]) > 0 == rates[2]

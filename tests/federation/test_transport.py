@@ -382,12 +382,12 @@ def test_a_hub_that_dies_and_comes_back_is_found_again_and_where_none_is_every_c
     until(lambda: "hello" in "".join(first.handler.seen))
     first.close()
     # What waits in events hears of it; what is called meanwhile ends at once.
-    until(lambda: not site.reachable)
+    until(lambda: site.away)
     for call in (lambda: site.send(b"other"), lambda: site.get(key_of(b"other")), lambda: site.call("ping")):
         quickly(call)
     with serving(tmp_path, keys, listen=f"127.0.0.1:{first.port}") as second:
         second.handler.record(b"after")
-        until(lambda: site.reachable)
+        until(lambda: site.away is None)
         assert site.get(key) == b"blob"
         site.send(b"other")
         site.close()

@@ -362,7 +362,7 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
     last = federation.folder / "b" / "last.ckpt"
     both = lambda: any(len(record.counted) == 2 for record in federation.records())  # noqa: E731
     federation.until("a checkpoint is there", lambda: both() and last.exists())
-    charter = federation.hub.coordinator.charter
+    charter = federation.hub.coordinator.history.charter
     for name in ("b", "b1"):
         killed = federation.processes.pop(name)
         killed.kill()
@@ -371,7 +371,7 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
     federation.until("it counts again", lambda: federation.lives("b") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends("a", "a1", "b", "b1")
-    assert federation.hub.coordinator.charter == charter
+    assert federation.hub.coordinator.history.charter == charter
     assert all(len(shards) == 2 for shards in charter.shards)
     assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
     assert federation.lives("b") == 2
