@@ -27,5 +27,5 @@ from lightning_sdiloco.planning.planner import (
     candidates,
     recommend,
 )
-from lightning_sdiloco.planning.units import readable, readable_rate, short
+from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model

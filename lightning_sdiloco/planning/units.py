@@ -1,6 +1,8 @@
 """Numbers for people: three digits, and a unit that suits."""
 
+import math
 from collections.abc import Sequence
+from statistics import stdev
 
 
 def short(number: float) -> str:
@@ -32,3 +34,17 @@ def _scaled(number: float, units: Sequence[str]) -> str:
     while float(f"{number:.3g}") >= 1000 and power < len(units) - 1:
         number, power = number / 1000, power + 1
     return f"{short(number)} {units[power]}"
+
+
+# Half the width of a 95 % interval of the mean, in standard errors, by the number of values (Student's t).
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Returns half the width of the 95 % interval of the mean of two to ten values; None for one.
+
+    Examples:
+        >>> round(half_width([1.0, 2.0, 3.0]), 3)
+        2.484
+    """
+    return STUDENT_T[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None

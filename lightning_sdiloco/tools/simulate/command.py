@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, pairwise, product
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import yaml
@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from lightning_sdiloco.algorithm import Settings
 from lightning_sdiloco.lightning import WorkerGroupStrategy
 from lightning_sdiloco.planning import (
+    STUDENT_T,
     Absence,
     DataParallel,
     Groups,
@@ -30,6 +31,7 @@ from lightning_sdiloco.planning import (
     Model,
     Streaming,
     Times,
+    half_width,
     play,
     readable,
     readable_rate,
@@ -196,27 +198,13 @@ def names_of(sweeps: Sequence[str]) -> list[str]:
 # Several seeds
 
 
-# Half the width of a 95 % interval of the mean, in standard errors, by the number of values (Student's t).
-_HALF_WIDTH = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Returns half the width of the 95 % interval of the mean of two to ten values; None for one.
-
-    Examples:
-        >>> round(half_width([1.0, 2.0, 3.0]), 3)
-        2.484
-    """
-    return _HALF_WIDTH[len(values)] * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
-
-
 def parsed_seeds(seeds: str | None) -> list[int]:
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len(set(texts)) < len(texts):
         raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
-    if seeds is not None and not 2 <= len(texts) <= max(_HALF_WIDTH):
+    if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(_HALF_WIDTH)}. For one, give"
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one, give"
             " --set seed_everything=0."
         )
     return [int(text) for text in texts]
