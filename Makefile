@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 
 # The register of Lightning's names, and at least one fit for each promise that rests on them.
 OLDEST_TESTS := tests/test_surface.py \
-  $(patsubst %,tests/lightning/test_%.py,register metrics strategy silence checkpoint works_with)
+  $(patsubst %,tests/lightning/test_%.py,register strategy silence checkpoint works_with)
 
 .PHONY: venv demo demo-federation test large slow chaos soak foreign oldest gpu lint types docs clean
 

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_sdiloco
 from lightning_sdiloco import pytorch_lightning as other_distribution
+from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
@@ -139,3 +140,13 @@ def fit(
         "report": chosen.report(),
         "inspected": inspect(runner, model),
     }
+
+
+def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: float = 110.0) -> dict[str, list[Any]]:
+    """Calls functions of rank and world size one after the other in one world: their results by name, then rank."""
+
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        return {name: case(rank, world_size) for name, case in cases.items()}
+
+    ranks = run_processes(run, world_size, timeout=timeout)
+    return {name: [rank[name] for rank in ranks] for name in cases}

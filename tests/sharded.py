@@ -1,6 +1,7 @@
 """Fits of sharded models, with FSDP2 and tensor parallelism inside the worker groups, for several test files."""
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,13 +14,12 @@ import lightning_sdiloco
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from tests import fits
 from tests.fits import LIGHTNING
-from tests.lightning.test_checkpoint import StatefulBatches
-from tests.training import inner_optimizer
+from tests.lightning.test_checkpoint import StatefulBatches, held_by
 
 PLAN = {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": ColwiseParallel(), "6": RowwiseParallel()}
 
 
-def even(seed: int) -> nn.Module:
+def even(seed: int) -> nn.Sequential:
     """Four layers whose sizes tensor parallelism can halve where it must, and FSDP2 cannot."""
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -27,15 +27,20 @@ def even(seed: int) -> nn.Module:
     )
 
 
-def plain(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) -> Any:
+def plain(
+    distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: Callable[[int], nn.Module] = even
+) -> Any:
     """The same model as `sharded`, for the first strategy."""
-    return fits.module(distribution, inner, seed, even(seed))
+    return fits.module(distribution, inner, seed, net(seed))
 
 
-def sharded(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) -> Any:
+def sharded(
+    distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, net: Callable[[int], nn.Module] = even
+) -> Any:
     """A module that shards itself as a user would write it, for whatever mesh it gets."""
+    model = plain(distribution, inner, seed, net)
 
-    class Sharded(type(plain(distribution, inner, seed))):  # type: ignore[misc]
+    class Sharded(type(model)):  # type: ignore[misc]
         def configure_model(self) -> None:
             if any(hasattr(p, "placements") for p in self.parameters()):
                 return
@@ -46,26 +51,15 @@ def sharded(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0) ->
                 fully_shard(self.net[2], mesh=data)
                 fully_shard(self.net, mesh=data)
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return inner_optimizer(inner, self.net)
-
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            return nn.functional.mse_loss(self.net(parts[0]), parts[1])
-
         def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
             self.log("seen", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
 
         def on_train_batch_start(self, *args: Any) -> None:
-            # Before the next step, so after all that happens at the end of the one before.
-            step, strategy = self.trainer.global_step, self.trainer.strategy
-            self.trace[step] = {name: held(values) for name, values in self.state_dict().items()}
-            for index, state in enumerate(self.trainer.optimizers[0].state.values()):
-                self.trace[step] |= {f"{index} {key}": held(value) for key, value in state.items()}
-            self.trace[step] |= {f"outer {name}": v for name, v in strategy.outer_state_dict().items()}
+            self.trace[self.trainer.global_step] = held_by(self)
 
-    module = Sharded()
-    module.net, module.trace = even(seed), {}
-    return module
+    model.__class__ = Sharded
+    model.trace = {}
+    return model
 
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
@@ -86,13 +80,14 @@ def fit(
     resume: str | None = None,
     validation: int = 0,
     trainer_choices: dict[str, Any] | None = None,
+    net: Callable[[int], nn.Module] = even,
     **choices: Any,
 ) -> dict[str, Any]:
     """Fits a sharded model, with a seed for each group, and returns what is worth comparing."""
     data, tensor = sizes
     size = data * tensor
     # FSDP2 takes from every rank its part of what that rank has made.
-    model = sharded(distribution, inner, seed=rank // size)
+    model = sharded(distribution, inner, rank // size, net)
     chosen = strategy(
         distribution, **{"worker_groups": groups, "data_parallel_size": data, "tensor_parallel_size": tensor, **choices}
     )
@@ -120,12 +115,6 @@ def fit(
         "trace": model.trace,
         "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
     }
-
-
-def held(value: Any) -> Tensor:
-    """What this rank holds of a tensor, or the tensor."""
-    values = value.to_local() if hasattr(value, "to_local") else value
-    return values.detach().clone()  # type: ignore[no-any-return]
 
 
 def whole(parameter: Any) -> Tensor:
