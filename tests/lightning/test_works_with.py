@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests import fits
 from tests.fits import LIGHTNING, since
-from tests.lightning.test_checkpoint import assert_same
+from tests.lightning.uneven_fits import same
 from tests.ranks import run_processes
-from tests.training import batch, inner_optimizer, mlp
+from tests.training import batch
 
-DISTRIBUTIONS = [LIGHTNING, "pytorch_lightning"]
+OTHER = "pytorch_lightning"
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
@@ -31,44 +31,36 @@ def data(batches: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])), batch_size=8)
 
 
-def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
+def evaluated(distribution: str = LIGHTNING, seed: int = 0, **members: Any) -> Any:
     """A module that counts its steps and logs losses: its own, that of its group, and that of all."""
-    base = type(fits.module(distribution))
 
-    class Evaluated(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = mlp(seed)
-            self.learning_rate = 0.05
-            self.steps = dict.fromkeys(("train", "val", "test", "predict"), 0)
+    def counting(name: str, step: Any = lambda self, parts: self.loss(parts)) -> Any:
+        def counted(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
+            self.steps[name] += 1
+            return step(self, parts)
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+        return counted
 
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            self.steps["train"] += 1
-            loss = super().training_step(parts, index)
-            self.log("train_loss", loss, on_step=True, on_epoch=True)
-            return loss
+    def train(self: Any, parts: tuple[Tensor, Tensor]) -> Tensor:
+        loss = self.loss(parts)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss  # type: ignore[no-any-return]
 
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.steps["val"] += 1
-            self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
-
-        def test_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.steps["test"] += 1
-
-        def predict_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            self.steps["predict"] += 1
-            return torch.as_tensor(self.net(parts[0]))
-
-    return Evaluated()
+    own = {
+        "training_step": counting("train", train),
+        "validation_step": counting("val", lambda self, parts: self.log("val_loss", self.loss(parts), sync_dist=True)),
+        "test_step": counting("test"),
+        "predict_step": counting("predict"),
+        "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=self.learning_rate),
+    }
+    model = fits.module(distribution, seed=seed, **{**own, **members})
+    model.learning_rate, model.steps = 0.05, dict.fromkeys(("train", "val", "test", "predict"), 0)
+    return model
 
 
 def finished(trainer: Any, model: Any) -> bool:
     """Whether the module holds the outer parameters."""
-    outer = trainer.strategy.outer_state_dict()
-    return all(torch.equal(p, outer[name]) for name, p in model.named_parameters())
+    return same(dict(model.named_parameters()), trainer.strategy.outer_state_dict())
 
 
 def run_fit(rank: int, distribution: str = LIGHTNING, make: Any = evaluated, batches: int = 10, **choices: Any) -> Any:
@@ -117,7 +109,7 @@ def test_an_argument_of_the_trainer() -> None:
     ranks = run_processes(run, 2, timeout=180.0)
     for (choices, *expected), (one, outer), (other, other_outer) in zip(FLAGS, *ranks, strict=True):
         assert one == other == [*expected, True], choices
-        assert_same(outer, other_outer)
+        assert same(outer, other_outer), choices
 
 
 def test_limits_of_testing_and_prediction() -> None:
@@ -148,15 +140,13 @@ def test_a_fit_is_not_stopped_before_its_minimum() -> None:
     assert run_processes(run, 2) == [[(15, True), (20, True), (3, True)]] * 2
 
 
-def logging_its_own(distribution: str, of: Any) -> Any:
+def logging_its_own(of: Any) -> Any:
     """Makes modules that log, as "own", a number that depends on epoch and rank."""
-    base = type(evaluated(distribution))
 
-    class Monitored(base):  # type: ignore[misc, valid-type]
-        def on_validation_epoch_end(self) -> None:
-            self.log("own", float(of(self.current_epoch, self.global_rank)))
+    def on_validation_epoch_end(self: Any) -> None:
+        self.log("own", float(of(self.current_epoch, self.global_rank)))
 
-    return lambda distribution, seed: Monitored()
+    return partial(evaluated, on_validation_epoch_end=on_validation_epoch_end)
 
 
 # Monitors
@@ -164,8 +154,8 @@ def logging_its_own(distribution: str, of: Any) -> Any:
 
 def test_early_stopping_stops_all_groups_at_the_same_epoch() -> None:
     """Whether the monitored number is the same in all groups or not."""
-    monitors = [*((name, LIGHTNING) for name in ("val_loss", "train_loss", "train_loss_epoch"))]
-    monitors += [("own", name) for name in DISTRIBUTIONS]
+    monitors = [("val_loss", LIGHTNING), ("train_loss", LIGHTNING), ("train_loss_epoch", LIGHTNING)]
+    monitors += [("own", name) for name in (LIGHTNING, OTHER)]
 
     def run(rank: int, world_size: int) -> Any:
         ends = []
@@ -175,7 +165,7 @@ def test_early_stopping_stops_all_groups_at_the_same_epoch() -> None:
             delta = 0.5 if monitor == "own" else 100.0
             stop = callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
             # Stops getting better in epoch 3 of group 0 and never in group 1.
-            make = logging_its_own(distribution, lambda epoch, rank: -(min(epoch, 3) if rank == 0 else epoch))
+            make = logging_its_own(lambda epoch, rank: -(min(epoch, 3) if rank == 0 else epoch))
             trainer, model = run_fit(rank, distribution, make=make, max_epochs=20, callbacks=[stop])
             steps = trainer.strategy.report()["inner_steps"]
             ends.append((trainer.current_epoch, steps, finished(trainer, model)))
@@ -196,7 +186,7 @@ def test_all_ranks_choose_the_same_best_checkpoint(distribution: str, tmp_path: 
             )
             for monitor in ("val_loss", "own")
         ]
-        make = logging_its_own(distribution, lambda epoch, rank: (epoch - 1 - 2 * rank) ** 2)
+        make = logging_its_own(lambda epoch, rank: (epoch - 1 - 2 * rank) ** 2)
         run_fit(rank, distribution, make=make, max_epochs=5, callbacks=saves, enable_checkpointing=True)
         return [(b.best_model_path, float(b.best_model_score), sorted(b.best_k_models)) for b in saves]
 
@@ -208,43 +198,38 @@ def test_all_ranks_choose_the_same_best_checkpoint(distribution: str, tmp_path: 
     assert Path(one[1][0]).name == "epoch=2-own=1.0.ckpt"
 
 
-def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
-    base = type(evaluated(distribution))
+def plateau(distribution: str, seed: int, monitor: str, interval: str, **members: Any) -> Any:
+    def on_train_epoch_end(self: Any) -> None:
+        # Gets worse in group 0 only.
+        self.log("own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch))
 
-    class Plateau(base):  # type: ignore[misc, valid-type]
-        def on_train_epoch_end(self) -> None:
-            # Gets worse in group 0 only.
-            self.log("own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch))
+    def on_train_batch_end(self: Any, *args: Any) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 
-        def on_train_batch_end(self, *args: Any) -> None:
-            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        # A loss never gets better by so much, so that every step of the scheduler after the first cuts the rate.
+        limits = {"patience": 0, "threshold": 0.5 if monitor == "own" else 100.0, "threshold_mode": "abs"}
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **limits)
+        frequency = 1 if interval == "epoch" else 5
+        config = {"scheduler": scheduler, "monitor": monitor, "interval": interval, "frequency": frequency}
+        return {"optimizer": optimizer, "lr_scheduler": config}
 
-        def configure_optimizers(self) -> Any:
-            optimizer = inner_optimizer("sgd", self.net)
-            # A loss never gets better by so much, so that every step of the scheduler after the first cuts the rate.
-            threshold = 0.5 if monitor == "own" else 100.0
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
-                optimizer, patience=0, threshold=threshold, threshold_mode="abs"
-            )
-            config = {"scheduler": scheduler, "monitor": monitor, "interval": interval, "frequency": 5}
-            return {"optimizer": optimizer, "lr_scheduler": config | ({"frequency": 1} if interval == "epoch" else {})}
-
-    model = Plateau()
-    model.rates = []
-    return model
+    own = (on_train_epoch_end, on_train_batch_end, configure_optimizers)
+    return evaluated(distribution, seed, rates=[], **{hook.__name__: hook for hook in own}, **members)
 
 
 def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups() -> None:
     """Also where the monitored number is not: at the end of an epoch it becomes the mean of all."""
-    plateaus = [("val_loss", "epoch", 2, LIGHTNING), ("val_loss", "step", 5, "pytorch_lightning")]
-    plateaus += [("own", "epoch", 0, distribution) for distribution in DISTRIBUTIONS]
+    plateaus = [("val_loss", "epoch", 2, LIGHTNING), ("val_loss", "step", 5, OTHER)]
+    plateaus += [("own", "epoch", 0, distribution) for distribution in (LIGHTNING, OTHER)]
 
     def run(rank: int, world_size: int) -> Any:
         ends = []
         for monitor, interval, _, distribution in plateaus:
             make = partial(plateau, monitor=monitor, interval=interval)
             trainer, model = run_fit(rank, distribution, make=make, max_epochs=3, val_check_interval=5)
-            ends.append((model.rates, trainer.optimizers[0].param_groups[0]["lr"]))
+            ends.append((list(model.rates), trainer.optimizers[0].param_groups[0]["lr"]))
         return ends
 
     one, other = run_processes(run, 2)
@@ -253,26 +238,18 @@ def test_a_rate_that_is_reduced_on_a_plateau_is_the_same_in_all_groups() -> None
 
 
 def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
+    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
+        self.log("loss_of_group", 0.0 if self.global_rank else -1000.0 * self.global_step, sync_dist=True)
+        return self.loss(parts)
+
     def run(rank: int, world_size: int) -> Any:
-        def make(distribution: str, seed: int) -> Any:
-            base = type(plateau(distribution, seed, "loss_of_group", "step"))
-
-            class PerBatch(base):  # type: ignore[misc, valid-type]
-                def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                    self.log("loss_of_group", -1000.0 * self.global_step if rank == 0 else 0.0, sync_dist=True)
-                    return super().training_step(parts, index)
-
-            model = PerBatch()
-            model.rates = []
-            return model
-
+        make = partial(plateau, monitor="loss_of_group", interval="step", training_step=training_step)
         trainer, model = run_fit(rank, make=make, max_epochs=1)
         return trainer.optimizers[0].param_groups[0]["lr"], trainer.strategy.outer_state_dict()
 
     (rate, outer), (other_rate, other_outer) = run_processes(run, 2)
-    assert rate == pytest.approx(0.05)
-    assert other_rate == pytest.approx(0.005)
-    assert_same(outer, other_outer)
+    assert (rate, other_rate) == (pytest.approx(0.05), pytest.approx(0.005))
+    assert same(outer, other_outer)
 
 
 # Tuners
@@ -282,42 +259,36 @@ def test_a_plateau_of_what_is_logged_per_batch_is_that_of_the_group() -> None:
 def test_a_learning_rate_finder_gives_all_ranks_one_rate_and_leaves_no_trace(
     how: str, distribution: str, tmp_path: Path
 ) -> None:
+    pl = importlib.import_module(distribution)
+
+    class Started(pl.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_start(self, trainer: Any, module: Any, parts: Any, index: int) -> None:
+            if "weights" not in vars(self):
+                self.weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+                self.counted = [trainer.strategy.report()["inner_steps"], trainer.global_step]
+
     def run(rank: int, world_size: int) -> Any:
-        pl = importlib.import_module(distribution)
         callbacks = [pl.callbacks.LearningRateFinder(num_training_steps=30)] if how == "callback" else []
-        started: list[Any] = []
-
-        class Started(pl.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_start(self, trainer: Any, module: Any, parts: Any, index: int) -> None:
-                if not started:
-                    weights = {name: p.detach().clone() for name, p in module.named_parameters()}
-                    started.extend([weights, trainer.strategy.report()["inner_steps"], trainer.global_step])
-
-        model = evaluated(distribution, seed=rank)
-        trainer = fits.trainer(
-            distribution,
-            strategy=fits.strategy(distribution, **SHORT),
-            devices=2,
-            max_steps=9,
-            accumulate_grad_batches=2,
-            callbacks=[*callbacks, Started()],
-            default_root_dir=tmp_path,
-        )
+        model, started = evaluated(distribution, seed=rank), Started()
+        choices = {"strategy": fits.strategy(distribution, **SHORT), "devices": 2, "max_steps": 9}
+        more = {"accumulate_grad_batches": 2, "callbacks": [*callbacks, started], "default_root_dir": tmp_path}
+        trainer = fits.trainer(distribution, **choices, **more)
         if how == "tuner":
             tuner = importlib.import_module(f"{distribution}.tuner").Tuner(trainer)
             tuner.lr_find(model, data(20), num_training=30)
         trainer.fit(model, data(20))
-        counted = [*started[1:], trainer.strategy.report()["inner_steps"], finished(trainer, model)]
+        counted = [*started.counted, trainer.strategy.report()["inner_steps"], finished(trainer, model)]
         rate = trainer.optimizers[0].param_groups[0]["lr"]
-        return rate, counted, started[0], trainer.strategy.outer_state_dict()
+        return (rate, counted), started.weights, trainer.strategy.outer_state_dict()
 
-    one, other = run_processes(run, 2)
+    (told, weights, outer), (other_told, other_weights, other_outer) = run_processes(run, 2)
     assert list(tmp_path.iterdir()) == []
-    assert one[0] == other[0] != 0.05
-    assert one[1] == other[1] == [0, 0, 9, True]
-    assert_same(one[2], dict(evaluated(distribution, seed=0).named_parameters()))
-    assert_same(other[2], one[2])
-    assert_same(one[3], other[3])
+    assert told == other_told
+    assert told[0] != 0.05
+    assert told[1] == [0, 0, 9, True]
+    assert same(weights, other_weights)
+    assert same(weights, dict(evaluated(distribution).named_parameters()))
+    assert same(outer, other_outer)
 
 
 @since("2.5.3")
@@ -400,44 +371,11 @@ def test_a_callback_that_watches(tmp_path: Path) -> None:
             logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / name, name="", version=0)
             bar = {"enable_progress_bar": "ProgressBar" in name, "enable_model_summary": "Summary" in name}
             chosen = [callback] if callback else []
-            trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, **bar)
+            trainer, model = run_fit(rank, callbacks=chosen, logger=logger, log_every_n_steps=2, max_epochs=1, **bar)
             assert finished(trainer, model)
             ends.append(trainer.strategy.outer_state_dict())
         return ends
 
     for unwatched, *ends in run_processes(run, 2):
         for outer in ends:
-            assert_same(outer, unwatched)
-
-
-@pytest.mark.parametrize(
-    ("how", "distribution"),
-    [
-        ("OnExceptionCheckpoint", "pytorch_lightning"),
-        pytest.param("save_on_exception", LIGHTNING, marks=since("2.5.3")),
-    ],
-)
-def test_a_checkpoint_on_an_exception_never_waits(how: str, distribution: str, tmp_path: Path) -> None:
-    """The message of the group that failed ends the others; the timeout is far longer than the test."""
-
-    def run(rank: int, world_size: int) -> None:
-        base = type(evaluated(distribution))
-
-        class Failing(base):  # type: ignore[misc, valid-type]
-            def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-                if rank == 1 and self.global_step == 6:
-                    raise ArithmeticError("of one rank")
-                return super().training_step(parts, index)
-
-        callbacks = importlib.import_module(distribution).callbacks
-        if how == "OnExceptionCheckpoint":
-            callback = callbacks.OnExceptionCheckpoint(tmp_path)
-        else:
-            callback = callbacks.ModelCheckpoint(tmp_path, save_on_exception=True, save_last=True)
-        make = lambda distribution, seed: Failing()  # noqa: E731
-        choices = {"enable_checkpointing": True, "default_root_dir": str(tmp_path)}
-        run_fit(rank, distribution, make=make, callbacks=[callback], **choices)
-
-    errors = run_processes(run, 2, expect_failure=True, timeout=30)
-    assert "ArithmeticError: of one rank" in errors[1]
-    assert "ExchangeError" in errors[0]
+            assert same(outer, unwatched)
