@@ -282,7 +282,7 @@ class Checkpointer:
 
     def close(self) -> None:
         if self._placing is not None:
-            self._placing.close()
+            self._placing.undo.close()
             self._placing = None
 
     # What is compared
@@ -309,11 +309,8 @@ class Placing:
         """What is to be done when the checkpoint of a save is in its place."""
         self._lock = Lock()
         self._removals: dict[str, list[Callable[[], None]]] = {}  # Of files that are just being written.
-        self._undo = ExitStack()
-        replace(self._undo, io, "save_checkpoint", self._save)
-
-    def close(self) -> None:
-        self._undo.close()
+        self.undo = ExitStack()
+        replace(self.undo, io, "save_checkpoint", self._save)
 
     def remove(self, path: str, remove: Callable[[str], None]) -> None:
         """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo, is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.host.patching import class_names, replace
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Averaging:
         self._wanted = False
         self._unfinished: State | None = None
         for callback in fit.trainer.callbacks:
-            kinds = {kind.__name__ for kind in type(callback).__mro__}
+            kinds = class_names(type(callback))
             if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
                 # The average was made before all ranks shared one model.
                 average = callback._average_model

@@ -29,7 +29,7 @@ from lightning_sdiloco.engine import (
 )
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups, only_device
+from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
 from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
 from lightning_sdiloco.lightning.host.patching import FABRIC, check_without_trainer
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
@@ -65,7 +65,8 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # Fabric calls the plugin by a shorter name.
-        document(cls, cls.summary, WholeModel.base_arguments, _OF_TRAINER, {"precision_plugin": "precision"})
+        renamed = {**dict.fromkeys(_OF_TRAINER, ""), "precision_plugin": "precision"}
+        document(cls, cls.summary, WholeModel.base_arguments, renamed)
 
     summary: ClassVar[str] = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
@@ -164,22 +165,11 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def _configure_launcher(self) -> None:
-        # Inside Fabric(), before any process starts.
         check_without_trainer(self, FABRIC)
-        self._groups.check(self, self._options, self._format)
         super()._configure_launcher()
 
     def set_world_ranks(self) -> None:
         self._set_world_ranks()
-
-    @override
-    def setup_environment(self) -> None:
-        self._groups.connect(self, self._options, self._format, super().setup_environment)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return only_device(self) or super().root_device
 
     @property
     @override
@@ -245,7 +235,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         engine = self._begun()
         # What a fixed world sends is not what a site does.
         if self._announcement is None and engine.site is None:
-            self._announcement = Announcement(engine, self._trained_module())
+            self._announcement = Announcement(engine)
         if engine.is_finished:
             raise RuntimeError(
                 "An optimizer was stepped after fabric.strategy.finish(): the worker groups have joined. Call finish()"

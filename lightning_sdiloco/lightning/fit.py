@@ -27,7 +27,6 @@ from lightning_sdiloco.lightning.host.epochs import (
     Epochs,
     count_idle_batch,
     drop_what_not_all_logged,
-    end_epoch,
     follow_engine,
     keep_batches_silent,
 )
@@ -152,8 +151,7 @@ class Fit(FitState, _Base):
             # Lightning says -1 where loaders have no length and nothing else ends the fit.
             if 0 <= (steps := self.trainer.estimated_stepping_batches) < math.inf and not self.trainer.fast_dev_run:
                 warn_of_few_rounds(engine.schedule, int(steps))
-            environment = self.trainer.strategy.cluster_environment
-            self._announcement = Announcement(engine, self.trainer.lightning_module, environment)
+            self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
 
     # Batches
 
@@ -189,21 +187,16 @@ class Fit(FitState, _Base):
             )
         return True
 
-    def average_gradients(self, model: nn.Module | None) -> None:
-        """Takes the mean of the gradients over the groups in the warm-up, unless DDP still adds some up."""
-        engine = self.engine
-        if engine is not None and engine.is_warming_up and getattr(model, "require_backward_grad_sync", True):
-            # Groups that wait for this one must take part.
-            self.groups.meet()
-            engine.average_gradients()
-
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._log(self.end_batch(batch))
         if self.requests.agreed(Request.TIME_LIMIT) or self.engine is not None and self.engine.is_over:
             trainer.should_stop = True
-        if self.requests.agreed(Request.END_EPOCH):
-            end_epoch(trainer)
-        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        loop = trainer.fit_loop.epoch_loop
+        if self.requests.agreed(Request.END_EPOCH) and not loop._num_ready_batches_reached():
+            loop.batch_progress.is_last_batch = True
+            # Where Lightning knows the last batch, it does this before the hooks at the end of the batch.
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+        if loop._num_ready_batches_reached():
             # Requests that are still on their way concern this epoch, not the next.
             self.requests.settle(Request.END_EPOCH)
         self.finish_with_last_batch()

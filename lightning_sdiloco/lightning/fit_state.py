@@ -49,7 +49,7 @@ class Requests:
         self._engine = engine  # Its launches carry the requests.
         self.done_at: dict[int, int] = {}  # After which inner step each request was last done.
         self.agreed_now = 0
-        self._deciding: int | None = None
+        self.deciding: int | None = None  # Which of the periodic checkpoints is asked for.
 
     def ask(self, bit: int) -> None:
         """Asks all groups for something. Asking again before it is done changes nothing."""
@@ -78,22 +78,12 @@ class Requests:
     def agreed(self, bit: int) -> bool:
         return bool(self.agreed_now & int(bit))
 
-    # Checkpoints by the clock
-
-    def decide_checkpoint(self, index: int, hook: Callable[..., None], *args: Any) -> None:
-        """Runs the hook of a checkpoint callback whose time interval all ranks decide together."""
-        self._deciding = index
-        try:
-            hook(*args)
-        finally:
-            self._deciding = None
-
     def vote(self, skip: Any) -> bool | None:
-        """Answers whether all ranks skip the save that the hook of `decide_checkpoint` asks for."""
-        if self._deciding is None or not isinstance(skip, bool):
+        """Answers whether all ranks skip the save for which a checkpoint callback asks; None if none does."""
+        if self.deciding is None or not isinstance(skip, bool):
             return None
-        bit = int(Request.CHECKPOINT) << self._deciding
-        self._deciding = None
+        bit = int(Request.CHECKPOINT) << self.deciding
+        self.deciding = None
         if not skip:
             self.ask(bit)
         return not self.agreed(bit)

@@ -135,6 +135,12 @@ class ConnectedGroups:
     def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
         return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
 
+    @staticmethod
+    def only_device(host: Any) -> torch.device | None:
+        """Returns the one device that an environment with more processes than nodes shows each; None elsewhere."""
+        devices = host.parallel_devices or []
+        return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
+
     def use(self, topology: Topology) -> None:
         self._topology = topology
 
@@ -184,12 +190,6 @@ class ConnectedGroups:
                 " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
                 " set here alone."
             ) from error
-
-
-def only_device(host: Any) -> torch.device | None:
-    """Returns the one device that an environment with more processes than nodes shows each of them; None elsewhere."""
-    devices = host.parallel_devices or []
-    return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
 
 
 def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayout:

@@ -347,21 +347,15 @@ class ShardedModel(WholeModel):
     def write(
         self, host: Any, topology: Topology, checkpoint: Checkpoint, path: Any, storage_options: Any, save: Save
     ) -> None:
-        if storage_options is not None:
-            raise TypeError(f"{type(host).__name__} does not take storage_options for checkpoints.")
-        path = Path(path)
         if files.KEY in checkpoint:
             groups = [own_state(optimizer)["param_groups"] for optimizer in host.optimizers]
             checkpoint = {**checkpoint, files.KEY: {**checkpoint[files.KEY], "param_groups": groups}}
         if not self.in_folders:
-            if host.is_global_zero:
-                if is_folder(path):
-                    _remove(path)
-                elif path.is_dir():
-                    raise IsADirectoryError(f"The checkpoint path exists and is a directory: {path}")
-                host.checkpoint_io.save_checkpoint(checkpoint, str(path))
+            save(checkpoint, path, storage_options)
+        elif storage_options is not None:
+            raise TypeError(f"{type(host).__name__} does not take storage_options for checkpoints.")
         elif topology.group_index == 0:
-            write_folder(checkpoint, path, topology.in_group)
+            write_folder(checkpoint, Path(path), topology.in_group)
 
     @override
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_sdiloco.algorithm import CONTROL_BYTES, Fragment, Schedule, all_reduce_for
 from lightning_sdiloco.comm import page_locked
@@ -618,14 +618,14 @@ _LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
 class Announcement:
     """Says at the start what trains, and after ten inner steps how fast."""
 
-    def __init__(self, engine: StreamingDiLoCo, module: nn.Module, environment: Any = None) -> None:
+    def __init__(self, engine: StreamingDiLoCo, environment: Any = None) -> None:
         self._engine, self._environment = engine, environment
         self._times: list[float] = []
         topology, settings = engine.topology, engine.settings
         # What a rank sends to other worker groups for each fragment, without buffers.
         others = topology.num_groups - 1
         all_reduce = all_reduce_for(settings.exchange, topology.num_groups, settings.codec, settings.landing.kept)
-        numels = {clean_name(name): parameter.numel() for name, parameter in module.named_parameters()}
+        numels = {clean_name(name): parameter.numel() for name, parameter in engine.model.named_parameters()}
         shards = [-(-sum(numels[name] for name in own.names) // topology.group_size) for own in engine.fragments]
         self._bytes = [
             others * CONTROL_BYTES + all_reduce.bytes_to_others(shard, topology.group_index) for shard in shards

@@ -20,7 +20,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot, kind_and_backend
-from lightning_sdiloco.comm import Exchange, Topology, checked_worker_groups
+from lightning_sdiloco.comm import Topology, checked_worker_groups
 from lightning_sdiloco.engine import trainable
 from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
@@ -265,9 +265,15 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
         timeout: How long an exchange may take, in seconds.
         to: The group whose own link is measured: all others send to it at once. None: all send to all.
     """
+    exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        took = topology.world.all_gather_object(_exchange_seconds(topology.exchange, nbytes, timeout, to))
+        """How long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
+        sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
+        messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
+        started = time.monotonic()
+        exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
+        took = topology.world.all_gather_object(time.monotonic() - started)
         return float(max(took if to is None else took[topology.group_size * to :][: topology.group_size]))
 
     round_trip, nbytes = min(seconds(1) for _ in range(3)), _LEAST_BYTES
@@ -276,15 +282,6 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     # All ranks of a group send at once, each to all other groups.
     sent = nbytes * (topology.num_groups - 1) * topology.group_size
     return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
-
-
-def _exchange_seconds(exchange: Exchange[Any], nbytes: int, timeout: float, to: int | None = None) -> float:
-    """Returns how long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
-    sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
-    messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
-    started = time.monotonic()
-    exchange.collect(exchange.post([messages[size] for size in sizes]), started + timeout)
-    return time.monotonic() - started
 
 
 def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:

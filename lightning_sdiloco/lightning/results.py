@@ -18,7 +18,13 @@ from lightning_sdiloco.algorithm import Fragment, Schedule
 from lightning_sdiloco.comm import Topology
 from lightning_sdiloco.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.groups import ConnectedGroups
+from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
+else:
+    _Base = object
 
 
 class Summary(NamedTuple):
@@ -60,10 +66,25 @@ class Results:
 
 
 class ReadableStrategy:
-    """What users read of a strategy of Trainer or Fabric."""
+    """What the strategies of Trainer and Fabric have in common: how they start, and what users read of them."""
 
     results: Results
+    _options: Options
     _groups: ConnectedGroups
+    _format: WholeModel
+
+    def _configure_launcher(self) -> None:
+        # Inside Trainer() or Fabric(), before any process starts.
+        self._groups.check(self, self._options, self._format)
+        super()._configure_launcher()  # type: ignore[misc]
+
+    def setup_environment(self) -> None:
+        self._groups.connect(self, self._options, self._format, super().setup_environment)  # type: ignore[misc]
+
+    @property
+    def root_device(self) -> torch.device:
+        alone = self._groups.only_device(self)
+        return super().root_device if alone is None else alone  # type: ignore[misc]
 
     @property
     def schedule(self) -> Schedule:
@@ -104,11 +125,6 @@ class ReadableStrategy:
         """Worker groups and the connections between them; known once processes are connected."""
         return self._groups.topology
 
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as _Base
-else:
-    _Base = object
 
 # Files in the folder of a launch.
 _SUMMARY = "summary.pt"

@@ -11,7 +11,7 @@ how ranks hold the model. `Results` are what users read, also afterwards.
 import gc
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -42,7 +42,7 @@ from lightning_sdiloco.federation import Federation
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
-from lightning_sdiloco.lightning.groups import ConnectedGroups, only_device, stays_in_group
+from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.epochs import process_wrapped
 from lightning_sdiloco.lightning.host.patching import replace as patch
@@ -202,22 +202,11 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def _configure_launcher(self) -> None:
-        # Inside Trainer(), before any process starts.
-        self._groups.check(self, self._options, self._format)
         super()._configure_launcher()
         start_method = getattr(self, "_start_method", "popen")
         if start_method != "popen":
             self._launcher = self.distribution.launcher(self, start_method=start_method)
         refuse_in_notebook(self)
-
-    @override
-    def setup_environment(self) -> None:
-        self._groups.connect(self, self._options, self._format, super().setup_environment)
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return only_device(self) or super().root_device
 
     @property
     @override
@@ -301,8 +290,12 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
-        if self._fit is not None:
-            self._fit.average_gradients(self.model)
+        # Unless DistributedDataParallel still adds some up.
+        due = getattr(self.model, "require_backward_grad_sync", True)
+        if due and self.engine is not None and self.engine.is_warming_up:
+            # Groups that wait for this one must take part.
+            self._groups.meet()
+            self.engine.average_gradients()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -444,7 +437,6 @@ def document(
     strategy: type[Any],
     summary: str,
     base_arguments: Callable[..., Any],
-    without: Collection[str] = (),
     renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Gives a strategy the docstring and the signature that ``help()`` and the command line show.
@@ -452,41 +444,34 @@ def document(
     Args:
         strategy: The strategy.
         summary: What it does.
-        base_arguments: Its own arguments, which are described there.
-        without: Those that are described at `WorkerGroupStrategy`, and that it does not have.
-        renamed: How it calls some of its own.
+        base_arguments: Its own arguments, which are described there; the others are at `WorkerGroupStrategy`.
+        renamed: How it calls some of them; an empty text for those that it does not have.
     """
     described, _, raises = inspect.cleandoc(WorkerGroupStrategy.__doc__ or "").partition("\n\nRaises:")
-    shared = described.partition("Args:\n")[2]
-    for name in without:
-        shared = re.sub(rf"    {name}: .*\n(?:     .*\n)*", "", shared)
     own = inspect.cleandoc(base_arguments.__doc__ or "").partition("Args:\n")[2]
-    for name, shorter in renamed.items():
-        own = own.replace(f"    {name}: ", f"    {shorter}: ")
-    strategy.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:\n{shared.rstrip()}\n{own}\n\nRaises:{raises}"
-    parameters = list(inspect.signature(WorkerGroupStrategy.__init__).parameters.values())[1:-1]
-    parameters = [parameter for parameter in parameters if parameter.name not in without]
-    for parameter in inspect.signature(base_arguments).parameters.values():
-        parameters.append(parameter.replace(name=renamed.get(parameter.name, parameter.name)))
+    text = f"{described.partition('Args:')[2].rstrip()}\n{own}"
+    for name, here in renamed.items():
+        pattern, instead = (f"    {name}: ", f"    {here}: ") if here else (rf"    {name}: .*\n(?:     .*\n)*", "")
+        text = re.sub(pattern, instead, text)
+    strategy.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:{text}\n\nRaises:{raises}"
+    shared = list(inspect.signature(WorkerGroupStrategy.__init__).parameters.values())[1:-1]
+    parameters = [
+        parameter.replace(name=renamed.get(parameter.name, parameter.name))
+        for parameter in (*shared, *inspect.signature(base_arguments).parameters.values())
+        if renamed.get(parameter.name, parameter.name)
+    ]
     strategy.__signature__ = inspect.Signature(parameters)
-    _take_other_names(strategy, parameters)
-
-
-def _take_other_names(strategy: type[Any], parameters: Sequence[inspect.Parameter]) -> None:
-    """Lets a command line hand over names that are no arguments, for the strategy to say what to write instead."""
+    # A command line hands over names that are no arguments, too: the strategy says what to write instead.
+    names = TypedDict("names", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
+    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[names])
     init = strategy.__init__
 
     @wraps(init)
     def taking(self: Any, *args: Any, **given: Any) -> None:
         init(self, *args, **given)
 
-    names = TypedDict("names", dict.fromkeys(OTHER_NAMES, Any), total=False)  # type: ignore[misc]
-    names.__doc__ = "\n".join(
-        ["Other names.", "", "Args:", *(f"    {name}: Refused, with what to write instead." for name in OTHER_NAMES)]
-    )
-    others = inspect.Parameter("others", inspect.Parameter.VAR_KEYWORD, annotation=Unpack[names])
-    own = next(iter(inspect.signature(init).parameters.values()))
-    taking.__signature__ = inspect.Signature([own, *parameters, others])  # type: ignore[attr-defined]
+    myself = next(iter(inspect.signature(init).parameters.values()))
+    taking.__signature__ = inspect.Signature([myself, *parameters, others])  # type: ignore[attr-defined]
     strategy.__init__ = taking
 
 

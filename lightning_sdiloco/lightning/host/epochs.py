@@ -239,8 +239,9 @@ class Epochs:
 
     def __next__(self) -> tuple[Any, int, int]:
         self._fetcher._start_profiler, self._fetcher._stop_profiler = self._start_profiler, self._stop_profiler
-        batch = self.fetched + 1
-        if not self._is_open and self.fit in self.fit.trainer.callbacks:
+        trainer, topology, batch = self.fit.trainer, self.fit.groups.topology, self.fetched + 1
+        said = trainer.fit_loop.epoch_loop._warning_cache
+        if not self._is_open and self.fit in trainer.callbacks:
             # An epoch begins, or goes on.
             self._is_open, self._last, self._end = True, self.fetched, None
         item = self._ahead.pop() if self._ahead else next(self._fetcher, None)
@@ -261,30 +262,25 @@ class Epochs:
             self.done = batch == end
         self.done = self.done or batch == self._length
         if item is None:
-            self._tell_of_idle_batches()
+            if _YIELDED_NONE not in said and topology.group_rank == 0:
+                _log.warning(
+                    "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
+                    " idle batches, in which it does not train, until all end the epoch together: when the data of all"
+                    " has ended, or after the landing of its next launch. A loader with a length, or"
+                    " limit_train_batches as a number of batches, avoids them. This is said once.",
+                    topology.group_index,
+                    trainer.current_epoch,
+                    self.fetched,
+                )
+            # Lightning would warn of a batch that is None.
+            said.add(_YIELDED_NONE)
             item = None, self.fetched, 0
         if item[0] is None:
             # What the last batch logged is not logged again for one that is idle.
-            for logged in self.fit.trainer.fit_loop.epoch_loop._results.values():
+            for logged in trainer.fit_loop.epoch_loop._results.values():
                 logged._forward_cache = None
         self.fetched = batch
         return item
-
-    def _tell_of_idle_batches(self) -> None:
-        trainer, topology = self.fit.trainer, self.fit.groups.topology
-        said = trainer.fit_loop.epoch_loop._warning_cache
-        if _YIELDED_NONE not in said and topology.group_rank == 0:
-            _log.warning(
-                "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
-                " idle batches, in which it does not train, until all end the epoch together: when the data of all"
-                " has ended, or after the landing of its next launch. A loader with a length, or"
-                " limit_train_batches as a number of batches, avoids them. This is said once.",
-                topology.group_index,
-                trainer.current_epoch,
-                self.fetched,
-            )
-        # Lightning would warn of a batch that is None.
-        said.add(_YIELDED_NONE)
 
     def teardown(self) -> None:
         self._fetcher.teardown()
@@ -312,15 +308,6 @@ def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
         progress.increment_ready()
         progress.increment_completed()
     return True
-
-
-def end_epoch(trainer: Any) -> None:
-    """Makes the batch that ends now the last of the epoch."""
-    loop = trainer.fit_loop.epoch_loop
-    if not loop._num_ready_batches_reached():
-        loop.batch_progress.is_last_batch = True
-        # Where Lightning knows the last batch, it does this before the hooks at the end of the batch.
-        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
@@ -421,7 +408,12 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
         )
 
     def decide(index: int, hook: Callable[..., None], *args: Any) -> None:
-        fit.requests.decide_checkpoint(index, hook, *args)
+        # The time interval of a checkpoint is decided by all ranks together: the hook asks by a broadcast.
+        fit.requests.deciding = index
+        try:
+            hook(*args)
+        finally:
+            fit.requests.deciding = None
 
     for index, saver in enumerate(by_time):
         replace(undo, saver, "on_train_batch_end", partial(decide, index, saver.on_train_batch_end))

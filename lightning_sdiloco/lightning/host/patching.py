@@ -176,7 +176,7 @@ def check_names(trainer: Any) -> None:
 
 def check_without_trainer(host: Any, place: str = "") -> None:
     """Looks for the names of the register in a class, or in an object that stands for a place."""
-    places = {place} if place else _class_names(host)
+    places = {place} if place else class_names(host)
     _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
 
 
@@ -237,7 +237,7 @@ def _hosts(place: str, trainer: Any) -> Iterator[Any]:
     else:
         strategy = trainer.strategy
         parts = *trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io
-        yield from (host for host in parts if place in _class_names(type(host)))
+        yield from (host for host in parts if place in class_names(type(host)))
 
 
 @cache
@@ -272,6 +272,6 @@ def _is_of_lightning(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in _TOPS
 
 
-def _class_names(kind: type) -> set[str]:
+def class_names(kind: type) -> set[str]:
     """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
     return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}

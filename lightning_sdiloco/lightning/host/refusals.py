@@ -2,15 +2,15 @@
 
 Where Lightning refuses or fails by itself and would advise DDP, what it says is replaced too.
 
-[Note: callbacks by name] Callbacks are recognised by the names of their classes and base classes, and not with
-`isinstance`. There are two distributions of Lightning, each with classes of its own; one of them may not be installed,
-and older versions lack some of these classes.
+Callbacks are recognised by the names of Lightning's classes, and not with `isinstance`: there are two distributions,
+each with classes of its own; one of them may not be installed, and older versions lack some of these classes.
 """
 
 import sys
 from collections.abc import Iterable
 from typing import Any
 
+from lightning_sdiloco.lightning.host.patching import class_names
 from lightning_sdiloco.registration import variants
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
@@ -44,7 +44,7 @@ _ON_A_ROUTE = dict.fromkeys(
 
 def _refuse_callbacks(trainer: Any, reasons: dict[str, str]) -> None:
     for callback in trainer.callbacks:
-        for kind in _class_names(callback) & reasons.keys():
+        for kind in class_names(type(callback)) & reasons.keys():
             raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
 
 
@@ -56,7 +56,7 @@ def refuse_what_cannot_work(trainer: Any, shares: bool = True) -> None:
             " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
             " epoch."
         )
-    averaging = [callback for callback in trainer.callbacks if _class_names(callback).intersection(_AVERAGING)]
+    averaging = [callback for callback in trainer.callbacks if class_names(type(callback)).intersection(_AVERAGING)]
     if len(averaging) > 1:
         raise ValueError(
             "There are several callbacks that average weights:"
@@ -123,8 +123,3 @@ def advise_on_unused(exception: BaseException, name: str) -> None:
         " ddp_kwargs={'find_unused_parameters': True}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)
-
-
-def _class_names(callback: Any) -> set[str]:
-    """Returns the names of a callback's class and its base classes; see [Note: callbacks by name]."""
-    return {kind.__name__ for kind in type(callback).__mro__}
