@@ -233,7 +233,7 @@ class Coordinator:
             if not self.history.holds(own.payloads):
                 self._arriving[own.fragment, own.site] = own, life
                 return "waiting"
-            self.history.take(own)
+            self.history.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
             self.ledger.contribute(own, life, self._clock())
             self._call(own.fragment, own)
         self._wake()
@@ -368,7 +368,7 @@ class Coordinator:
         """Ends the run, and tells all for which rounds to launch; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
-            self.history.end()
+            self.history.journal.note({"ending": b"1"})
             ledger.end()
             log.warning("an operator ends the run: what is open closes, and then comes the last round")
             self._call()

@@ -290,9 +290,6 @@ class History:
         self.journal.note({**(notes or {}), name: encoded(plain(anchor))})
         self.anchors[name] = anchor
 
-    def take(self, own: Contribution) -> None:
-        self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
-
     def append(self, record: Record) -> None:
         gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         if not self.journal.append(record.seq, record.to_bytes(), gone):
@@ -305,9 +302,6 @@ class History:
         """Writes that a life was thrown out, and forgets what it contributed to open rounds."""
         gone = dict.fromkeys(name for name in self.journal.notes("open/") if name.endswith(f"/{site}"))
         self.journal.note({**gone, **({f"evicted/{site}/{life}": b""} if life else {})})
-
-    def end(self) -> None:
-        self.journal.note({"ending": b"1"})
 
     def keep_anchors(self, headers: Sequence[StateHeader]) -> None:
         if gone := [name for name, own in self.anchors.items() if own.header not in headers]:

@@ -22,7 +22,7 @@ from lightning_sdiloco.federation.coordinator import Calls, Coordinator
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger, imported
 from lightning_sdiloco.federation.messages import Event, Recorded, StateOffered, Wanted, said_in
-from lightning_sdiloco.federation.remote import HubConnection, HubShards, all_payloads
+from lightning_sdiloco.federation.remote import ALL_PAYLOADS, HubConnection, HubShards
 from lightning_sdiloco.federation.store import InMemoryStore
 from lightning_sdiloco.federation.wire import Busy, Header, HubError
 
@@ -44,7 +44,7 @@ class InProcessHub:
         self._sites = sites
         self._start()
 
-    def connect(self, site: str, wanted: Wanted = all_payloads) -> "InProcessConnection":
+    def connect(self, site: str, wanted: Wanted = ALL_PAYLOADS) -> "InProcessConnection":
         return InProcessConnection(InProcessClient(self, site), wanted)
 
     def connect_shards(self, site: str, wanted: Wanted) -> HubShards:
@@ -72,7 +72,7 @@ class InProcessHub:
 class InProcessConnection(HubConnection):
     """A site's connection to a hub in this process. `hello` makes it anew when it was lost."""
 
-    def __init__(self, client: InProcessClient, wanted: Wanted = all_payloads) -> None:
+    def __init__(self, client: InProcessClient, wanted: Wanted = ALL_PAYLOADS) -> None:
         super().__init__(client, wanted)
         self._hub, self._peer = client.hub, client.peer
 

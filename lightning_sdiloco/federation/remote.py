@@ -51,10 +51,6 @@ _UNREAD = 32  # records whose payloads are here, and not read yet, before no mor
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "small": 32, "large": 8, "states": 32}
 
 
-def all_payloads(own: Contribution) -> Sequence[Payload]:
-    return own.payloads
-
-
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
     """Returns which of a contribution's payloads a rank fetches: each is fetched by one rank of a site.
 
@@ -70,10 +66,13 @@ def payloads_of(rank: int, ranks: int) -> Wanted:
     return lambda own: [own.payloads[place] for place in places_of(rank, ranks, len(own.payloads))]
 
 
+ALL_PAYLOADS = payloads_of(0, 1)
+
+
 class HubShards:
     """Moves the payloads of a rank to and from a hub, in threads of its own."""
 
-    def __init__(self, client: Transport, wanted: Wanted = all_payloads, patience: float = 3600.0) -> None:
+    def __init__(self, client: Transport, wanted: Wanted = ALL_PAYLOADS, patience: float = 3600.0) -> None:
         self._client, self._wanted, self._patience = client, wanted, patience
         self.site, self.life = client.identity.name, client.life
         self.sends_bytes_per_s = 0.0
@@ -285,7 +284,7 @@ class HubShards:
 class HubConnection(HubShards):
     """A site's connection to a hub, with threads of its own. What it is told waits until training hears it."""
 
-    def __init__(self, client: Transport, wanted: Wanted = all_payloads, patience: float = 60.0) -> None:
+    def __init__(self, client: Transport, wanted: Wanted = ALL_PAYLOADS, patience: float = 60.0) -> None:
         super().__init__(client, wanted, patience)
         self._error: Exception | None = None
         # Records that wait for room; from which rounds on they are of use.

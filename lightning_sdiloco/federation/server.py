@@ -22,6 +22,7 @@ from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.store import BlobStore, Upload
 from lightning_sdiloco.federation.wire import (
     CHUNK,
+    CODES,
     MAX_BLOB,
     SERVER_OPTIONS,
     SERVICE,
@@ -35,7 +36,6 @@ from lightning_sdiloco.federation.wire import (
     checked_size,
     extra,
     pack,
-    status_of,
     unpack,
 )
 
@@ -213,7 +213,7 @@ class Hub:
         except Missing:
             upload = self._upload(peer, key, size)
             # Complete at once: an empty blob, or one whose sender asks what became of it.
-            complete = upload.complete
+            complete = not upload.missing
             for message in requests:
                 complete = upload.take(start, message) or complete
                 start += len(message)
@@ -332,12 +332,13 @@ def _telling(tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any]
 def _abort(context: Any, error: Exception) -> None:
     if not context.is_active():
         raise error
+    codes = extra("grpc").StatusCode
     if isinstance(error, Failure):
         # Somebody has to make room.
         log.log(logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), error)
-        context.abort(status_of(error), str(error)[:1000])
+        context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), str(error)[:1000])
     log.exception("a call of %s failed", context.peer())
-    context.abort(extra("grpc").StatusCode.INTERNAL, "the hub failed; its log says why.")
+    context.abort(codes.INTERNAL, "the hub failed; its log says why.")
 
 
 class HubService(Hub):

@@ -205,15 +205,11 @@ class Upload:
                         view, at = view[written:], at + written
                     self._there = there
                     self._unsynced += len(data)
-                complete, syncs = self.complete, self._unsynced >= _SYNC_EVERY
+                complete, syncs = not self.missing, self._unsynced >= _SYNC_EVERY
                 self._unsynced = 0 if syncs else self._unsynced
             if syncs:
                 os.fsync(self._handle())
         return complete
-
-    @property
-    def complete(self) -> bool:
-        return not self.missing
 
     @property
     def missing(self) -> Ranges:

@@ -183,10 +183,6 @@ ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
 _AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
 
 
-def status_of(error: Failure) -> Any:
-    return getattr(extra("grpc").StatusCode, CODES.get(type(error), "INTERNAL"))
-
-
 def error_of(error: Any, hub: str) -> Failure:
     code, details = error.code().name, error.details() or ""
     if code in _AWAY or details.startswith("Concurrent RPC limit"):
