@@ -271,7 +271,10 @@ class ScriptedSite:
                         self.parts[p].place(came[p], landing)
                     self.states.append(event.source)
                     self.connection.hello(follower)
-                case Waiting() | Lost():
+                case Waiting():
+                    self.told.append(event.why)
+                case Lost():
+                    follower.lose(time.monotonic())
                     self.told.append(event.why)
 
     def heard(self) -> bool:

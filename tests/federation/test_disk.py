@@ -39,29 +39,28 @@ from lightning_sdiloco.tools.cli import main
 from tests.federation.hubs import RUN, require_extra
 from tests.s3 import s3_at
 
-PACKAGE = Path(lightning_sdiloco.__file__).parent
 # The packages around it bring torch, which a ledger does not need.
-WRITER = f"""
+WRITER = """
 import sys, types
-for name, folder in (("lightning_sdiloco", {str(PACKAGE)!r}), ("lightning_sdiloco.federation", {str(PACKAGE)!r} + "/federation")):
+for name, folder in (("lightning_sdiloco", ""), ("lightning_sdiloco.federation", "/federation")):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [folder]
+    sys.modules[name].__path__ = [sys.argv[3] + folder]
 from lightning_sdiloco.federation.journal import SQLiteLedger
 from lightning_sdiloco.federation.store import BlobStore
 ledger, store = SQLiteLedger(sys.argv[1]), BlobStore(sys.argv[2])
 print("ready", flush=True)
 for seq in range(ledger.last + 1, 100_000):
     key = store.put(b"%d" % seq * 1000)
-    ledger.append(seq, key.encode(), {{f"open/{{seq % 3}}": b"%d" % seq}})
+    ledger.append(seq, key.encode(), {f"open/{seq % 3}": b"%d" % seq})
     print(seq, flush=True)
-"""  # noqa: E501
+"""
 
 
 def test_what_was_said_is_there_after_kill_9(tmp_path: Path) -> None:
     path, folder = tmp_path / "hub.sqlite", tmp_path / "store"
     last = EVERYTHING
     for attempt in range(3):
-        command = [sys.executable, "-c", WRITER, path, folder]
+        command = [sys.executable, "-c", WRITER, path, folder, Path(lightning_sdiloco.__file__).parent]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             assert writer.stdout is not None
             assert writer.stdout.readline() == "ready\n"

@@ -19,7 +19,6 @@ from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation import (
     Beat,
     Contribution,
-    Coordinator,
     Denied,
     Event,
     Follower,
@@ -28,18 +27,16 @@ from lightning_sdiloco.federation import (
     HubConnection,
     HubShards,
     HubUnreachable,
+    InProcessHub,
     Lost,
     Payload,
     Position,
     Record,
     Recorded,
-    SQLiteLedger,
     StateHeader,
     key_of,
     payloads_of,
 )
-from lightning_sdiloco.federation.journal import History
-from lightning_sdiloco.federation.memory import InMemoryStore
 from lightning_sdiloco.federation.wire import CHUNK
 from tests.federation.hubs import RUN, TERMS, ScriptedSite, World, charter, put, require_agreement, serving, until
 from tests.small_disk import fill, small_disk
@@ -78,6 +75,7 @@ def test_sites_found_a_run_one_dies_another_joins_and_the_operator_ends_it(world
 
 
 def test_a_hub_and_then_all_sites_die_and_nothing_is_lost(world: World) -> None:
+    world.terms = replace(TERMS, lease=1.0)
     world.start(sites=2)
     world.join("a", "b")
     world.rounds(2)
@@ -139,12 +137,12 @@ def test_an_operator_evicts_a_site_and_rolls_a_run_back(world: World) -> None:
     world.join("b", seed=3)
     world.run(lambda: world.sites["b"].counted >= 1)
     require_agreement(world.sites.values())
-    world.rounds(6)
+    world.rounds(4)
     for name in "ab":
         world.kill(name)
     until(lambda: {own["state"] for own in world.service.status()["sites"].values()} == {"gone"})
-    world.ask("boss", "rollback", round=3)
-    assert all(own["round"] <= 3 for own in world.service.status()["fragments"])
+    world.ask("boss", "rollback", round=2)
+    assert all(own["round"] <= 2 for own in world.service.status()["fragments"])
     joiner = world.join("c", seed=4)
     world.run(lambda: joiner.counted >= 1)
 
@@ -282,6 +280,7 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
 def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world.terms = replace(TERMS, grace=0.3)
     world.start(sites=2)
     world.join("a", "b")
     world.rounds(1)
@@ -427,12 +426,10 @@ def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path
 class Rounds:
     """A coordinator whose two sites contribute without end, in virtual time."""
 
-    def __init__(self, folder: Path) -> None:
-        self.time, self.round, self.store = 0.0, 0, InMemoryStore()
-        journal = SQLiteLedger(folder / "hub.sqlite")
-        # What is not on the disk when the power fails is of no interest here.
-        journal._database.execute("pragma synchronous = off").fetchall()
-        self.hub = Coordinator(RUN, History(journal, self.store), 1, lambda: self.time)
+    def __init__(self) -> None:
+        self.time, self.round = 0.0, 0
+        made = InProcessHub(RUN, 1, lambda: self.time)
+        self.hub, self.store = made.coordinator, made.store
         own = charter()
         self.wanted: list[tuple[str, str]] = []
         self.hub.start(self.tell, lambda: None)
@@ -469,8 +466,8 @@ class Rounds:
             self.give(self.hub.ledger.closed)
 
 
-def test_the_memory_of_a_hub_does_not_grow_with_the_run(tmp_path: Path) -> None:
-    rounds = Rounds(tmp_path)
+def test_the_memory_of_a_hub_does_not_grow_with_the_run() -> None:
+    rounds = Rounds()
     rounds.play(30)
     tracemalloc.start()
     rounds.play(60)

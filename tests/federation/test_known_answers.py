@@ -44,7 +44,6 @@ from tests.own_quorum import Core
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
 CHARTER, DIGEST, STEPS = "00" * 32, 7, 30
 CORE = ChosenQuorum("tests.own_quorum.Core", {"core": ["a", "b"]})
-MIX, DROP, CARRY, TAKE = MergeAction.MIX, MergeAction.DROP, MergeAction.CARRY, MergeAction.TAKE
 
 
 def life(number: int = 1) -> str:
@@ -142,13 +141,6 @@ def test_a_round_waits_for_the_quorum_and_for_who_is_near_and_has_not_skipped() 
     assert close(made, 1.1) == ["a"]
     with pytest.raises(Refused, match="another history"):
         made.contribute(replace(own("a", 2), previous="11" * 32), life(), 1.0)
-    made = ledger("ab")
-    for each in RECORDS[: RETENTION + 1]:
-        made.append(each)
-    beat(made, "a", 1.0)
-    beat(made, "b", 1.0, applied=0)
-    offer(made, own("a", RETENTION + 2))
-    assert close(made) == ["a"], "b is far behind"
     # Who has not beaten since its hello is awaited from its launch on, but not from that of an earlier life.
     for sender, closed in ((1, 0), (2, 1)):
         made = ledger("a")
@@ -448,12 +440,15 @@ def test_what_was_counted_and_what_is_pending_is_what_was_trained_and_all_hold_t
 # A site
 
 
-def follower(born: int = 1, late: MergeAction = CARRY, terms: Terms = TERMS, steps: int = 0) -> Follower:
-    """One that has founded a run, reaches the hub, and has trained."""
-    made = Follower(terms, CHARTER, "a", life(born), late=late)
-    made.found([DIGEST] * terms.fragments)
+def follower(steps: int = 0, flies: bool = False) -> Follower:
+    """One that has founded a run, reaches the hub, has trained, and may have launched that and trained on."""
+    made = Follower(TERMS, CHARTER, "a", life())
+    made.found([DIGEST])
     made.reachable = True
     train(made, steps)
+    if flies:
+        assert made.launch(0, steps, DIGEST, own().payloads) is not None
+        train(made, 3)
     return made
 
 
@@ -462,102 +457,33 @@ def train(made: Follower, steps: int) -> None:
         made.trained(5)
 
 
-def launch(made: Follower, step: int = 20, digest: int = DIGEST, **other: Any) -> Contribution:
-    sent = made.launch(0, step, digest, own().payloads, **other)
-    assert sent is not None
-    return sent
-
-
-def launched(steps: int = 20, after: int = 3, **other: Any) -> tuple[Follower, Contribution]:
-    """One with a flight, and with what it trained after the launch."""
-    made = follower(steps=steps, **other)
-    sent = launch(made)
-    train(made, after)
-    return made, sent
-
-
-def land(made: Follower, each: Record, digest: int = DIGEST) -> tuple[MergeAction, int, int]:
-    """Lands a record; returns what is done, and the steps and samples that are held then."""
-    done = made.land(each, digest, digest + 1)
-    return done, made.fragments[0].steps, made.fragments[0].samples
-
-
-def resumed(made: Follower, born: int, late: MergeAction = CARRY, digest: int = DIGEST) -> Follower:
-    again = Follower(TERMS, CHARTER, "a", life(born), late=late)
-    again.load_state_dict(made.state_dict(), [digest])
-    return again
-
-
-def test_fragments_launch_in_turn_and_land_overlap_steps_later_or_when_their_record_is_there() -> None:
-    made = follower(terms=replace(TERMS, fragments=2), steps=20)
-    assert [made.launches(step) for step in (19, 20, 29, 30)] == [[], [0], [0], [0, 1]]
-    made, sent = launched()
-    assert (made.due(23), sent.weight) == ([], 100)
-    first = record(1, sent)
-    made.learn(first)
-    assert (made.due(22), made.due(23)) == ([], [first])
-    assert land(made, first) == (MIX, 3, 15), "what was trained since stays held"
-    assert made.fragments[0].applied == first.position
-    other = follower(steps=3)
-    other.learn(RECORDS[0])
-    assert other.due(3) == [RECORDS[0]], "without a flight it lands at once"
-    assert land(other, RECORDS[0]) == (CARRY, 3, 15)
-
-
 def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="checkpoint was damaged"):
-        resumed(follower(), 2, digest=DIGEST + 1)
-    made = follower(steps=20)
-    sent = launch(made, finite=False, norm_squared=float("nan"))
+        Follower(TERMS, CHARTER, "a", life(2)).load_state_dict(follower().state_dict(), [DIGEST + 1])
+    made = follower(20)
+    sent = made.launch(0, 20, DIGEST, own().payloads, finite=False, norm_squared=float("nan"))
+    assert sent is not None
     assert sent.norm_squared == 0
-    assert land(made, RECORDS[0])[0] is TAKE, "a flight that is not finite"
-    made = follower(steps=20)
+    assert made.land(RECORDS[0], DIGEST, 8) is MergeAction.TAKE, "a flight that is not finite"
+    made = follower(20)
     assert made.launch(0, 20, DIGEST + 1, own().payloads) is None
     assert (made.follows, made.fragments[0].steps) == (False, 0)
-    (made, _), wrong = launched(), record(1, own("b", digest=8))
-    assert land(made, wrong)[0] is MergeAction.REFUSE
+    made, wrong = follower(20, flies=True), record(1, own("b", digest=8))
+    assert made.land(wrong, DIGEST, 9) is MergeAction.REFUSE
     assert (made.wants_state, made.fragments[0].applied.round) == (True, 0)
     made.found([DIGEST])
     with pytest.raises(AgreementError, match="cannot be made again"):
-        land(made, wrong)
-
-
-def test_the_last_round_is_launched_exactly_by_the_charter_or_by_a_call_of_that_round_and_ends_the_run() -> None:
-    made, sent = launched(terms=replace(TERMS, rounds=2))
-    assert not sent.exact
-    land(made, record(1, sent))
-    train(made, 20)
-    assert made.begin(0, 40).exact
-    called = follower()
-    called.hear(Call(0, 1, final=True))
-    assert called.launches(0) == [0]
-    last = launch(called, 0)
-    assert (last.exact, last.weight, last.reason) == (True, 0, "")
-    assert resumed(called, 1).outstanding() == [last]
-    made, sent = launched()
-    made.hear(Call(0, 1, final=True))
-    assert (made.outstanding(), sent.exact) == ([sent], False), "what is launched before stays what it is"
-    made.hear(Call(0, 2, final=True))
-    made.learn(record(1, sent))
-    assert land(made, record(1, sent))[0] is MIX
-    assert made.launches(23) == [0]
-    assert made.begin(0, 23).exact
-    made, sent = launched()
-    final = record(1, sent, final=True)
-    made.learn(final)
-    assert land(made, final)[0] is TAKE
-    train(made, 50)
-    assert (made.launches(90), made.finished) == ([], True)
+        made.land(wrong, DIGEST, 9)
 
 
 def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> None:
-    made = follower(steps=4)
+    made = follower(4)
     made.hear(Call(0, 1))
     assert (made.launches(4), made.skips(), made.skips()) == ([], [Call(0, 1)], [])
     train(made, 4)
     assert made.launches(8) == [], "it stays skipped"
     made.learn(RECORDS[0])
-    land(made, RECORDS[0])
+    made.land(RECORDS[0], DIGEST, 8)
     made.hear(Call(0, 2))
     assert (made.skips(), made.launches(8)) == ([], [0])
     made.learn(RECORDS[1])
@@ -565,10 +491,10 @@ def test_a_call_is_answered_with_a_quarter_of_the_steps_and_skipped_below() -> N
 
 
 def test_training_waits_for_a_flight_of_nearly_sync_every_steps_within_the_grace_and_never_without_a_hub() -> None:
-    made, _ = launched()
+    made = follower(20, flies=True)
     assert [made.waits(*at) for at in ((38, 0.0), (39, 100.0), (39, 102.5), (39, 103.0))] == [0.0, 3.0, 0.5, 0.0]
     assert not made.waits(45, 200.0), "it has waited once"
-    made, _ = launched()
+    made = follower(20, flies=True)
     made.lose(100.0)
     assert not made.waits(60, 101.0)
     made.lose(3700.0)
@@ -615,5 +541,5 @@ def test_a_state_is_verified_against_the_records() -> None:
     ):
         with pytest.raises(Refused, match=why):
             made.adopt(offered, [came])
-    assert made.adopt(anchor(*RECORDS[:10]), [DIGEST]) == {0: TAKE}
+    assert made.adopt(anchor(*RECORDS[:10]), [DIGEST]) == {0: MergeAction.TAKE}
     assert made.due(0) == [RECORDS[10]]

@@ -1,10 +1,8 @@
 """Sites as real processes with the Trainer, over gRPC: of one rank and of several, and some of them fail."""
 
-import json
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +23,12 @@ from lightning_sdiloco.lightning import read_run
 from lightning_sdiloco.lightning.monitor import changes
 from tests.chaos.checks import Found, Span, Told, examined
 from tests.chaos.faults import Fault
-from tests.chaos.notes import Note
+from tests.chaos.notes import Note, read
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
-from tests.chaos.world import World
+from tests.chaos.world import World, free_ports
 from tests.federation.hubs import require_extra
-from tests.lightning.federated_site import Place, train, train_under_torchrun
+from tests.lightning.federated_site import Rank, train, train_under_torchrun
 from tests.own_quorum import Core
 from tests.small_disk import fill, small_disk
 
@@ -199,24 +197,30 @@ class Federation:
         self.hub = HubService("run", ledger, sites=len(sites), listen="127.0.0.1:0", keys=keys)
         self.hub.start()
         self.processes: dict[str, Any] = {}
-        # For the ranks of a site: those that look for a port at the same time may find the same one.
-        listening = [socket.create_server(("127.0.0.1", 0)) for _ in sites]
-        self.ports = {site: one.getsockname()[1] for site, one in zip(sites, listening, strict=True)}
-        for one in listening:
-            one.close()
+        self.ports = dict(zip(sites, free_ports(len(sites)), strict=True))
         # Sites begin with what they import, and with no thread of gRPC.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.lightning.federated_site"])
 
-    def start(self, site: str, *arguments: Any, ranks: int = 1, does: Any = train, **choices: Any) -> None:
+    def start(self, site: str, ranks: int = 1, steps: int = -1, seconds: float = 0.02, **choices: Any) -> None:
+        """Starts the ranks of a site, each as a process."""
         for rank in range(ranks):
-            place = Place(site, f"127.0.0.1:{self.hub.port}", self.folder, self.ports[site], rank, ranks)
-            self.processes[place.name] = self.context.Process(target=does, args=(place, *arguments), kwargs=choices)
+            place = self.place(site, steps, seconds, rank=rank, ranks=ranks, **choices)
+            self.processes[place.name] = self.context.Process(target=train, args=(place,))
             self.processes[place.name].start()
 
-    def notes(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / f"{name}.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    def place(self, site: str, steps: int = -1, seconds: float = 0.02, **choices: Any) -> Rank:
+        # However slow this machine is, every sample counts.
+        terms = {"lease": 2.0, "late": "carry"}
+        hub = f"127.0.0.1:{self.hub.port}"
+        return Rank(self.folder, hub, self.ports[site], seconds, steps, choices=terms, site=site, **choices)
+
+    def notes(self, name: str) -> list[Note]:
+        return read(self.folder / f"{name}.jsonl")
+
+    def last(self, name: str) -> str:
+        """What a rank has written down last."""
+        return (self.notes(name) or [{"what": ""}])[-1]["what"]
 
     def round(self, name: str) -> int:
         stepped = [note for note in self.notes(name) if "rounds" in note]
@@ -244,7 +248,7 @@ class Federation:
 
     def ends(self, *names: str) -> list[dict[str, Any]]:
         """What ranks write when they have ended, for which it waits."""
-        self.until(f"{names} end", lambda: all("ended" in (self.notes(name) or [{}])[-1] for name in names))
+        self.until(f"{names} end", lambda: all(self.last(name) == "ended" for name in names))
         return [self.notes(name)[-1] for name in names]
 
     def close(self) -> None:
@@ -265,8 +269,8 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
-    federation.start("a", 10_000, 0.02, ranks=2, validates=6)
-    federation.start("b", 10_000, 0.02)
+    federation.start("a", ranks=2, validates=6)
+    federation.start("b")
     federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1)
     os.kill(federation.processes["a1"].pid, signal.SIGTERM)
     first, second = federation.ends("a", "a1")
@@ -285,8 +289,8 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(federation: Federation) -> None:
-    federation.start("a", 60, 0.05, ranks=2, budget="auto")
-    federation.start("b", 60, 0.05, budget=60.0)
+    federation.start("a", 2, 60, 0.05, budget="auto")
+    federation.start("b", 1, 60, 0.05, budget=60.0)
     first, second, other = federation.ends("a", "a1", "b")
     # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much as both trained.
     assert (first["budget"], first["same"]) == (second["budget"], second["same"])
@@ -305,7 +309,7 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     federation: Federation,
 ) -> None:
     names = ["a", "a1", "a2", "a3", "b"]
-    federation.start("b", 100_000, 0.02)
+    federation.start("b")
     with under_torchrun(federation, "a", 4) as agent:
         federation.until("both have landed some rounds", lambda: min(map(federation.round, "ab")) >= 2)
         # It has a checkpoint of step 25, and has trained on.
@@ -345,8 +349,9 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
 @contextmanager
 def under_torchrun(federation: Federation, site: str, ranks: int) -> Iterator[int]:
     """Starts a site of several ranks by torchrun, whose process this is; it ends them."""
-    federation.start(site, ranks, 100_000, 0.02, does=train_under_torchrun)
-    process = federation.processes[site]
+    process = federation.context.Process(target=train_under_torchrun, args=(federation.place(site, ranks=ranks),))
+    process.start()
+    federation.processes[site] = process
     try:
         yield process.pid
     finally:
@@ -358,7 +363,7 @@ def under_torchrun(federation: Federation, site: str, ranks: int) -> Iterator[in
 @pytest.mark.timeout(900)
 def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> None:
     for site in "ab":
-        federation.start(site, 100_000, 0.02, ranks=2, is_sharded=True)
+        federation.start(site, 2, is_sharded=True)
     last = federation.folder / "b" / "last.ckpt"
     both = lambda: any(len(record.counted) == 2 for record in federation.records())  # noqa: E731
     federation.until("a checkpoint is there", lambda: both() and last.exists())
@@ -367,7 +372,7 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
         killed = federation.processes.pop(name)
         killed.kill()
         killed.join()
-    federation.start("b", 100_000, 0.02, ranks=2, is_sharded=True)
+    federation.start("b", 2, is_sharded=True)
     federation.until("it counts again", lambda: federation.lives("b") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends("a", "a1", "b", "b1")

@@ -25,19 +25,15 @@ def lines_of(site: str, moments: list[float], first: int = 1) -> list[dict[str, 
     """The record of one start of a site that makes a step at each of some moments, and lands after each."""
     settings = {"sync_every": 1, "overlap_steps": 0, "fragments": "strided:1", "mixing": 0.5}
     about = {"rank": 0, "group": 0, "groups": 1, "shard": 0, "shards": 1, "host": "here", "site": site}
-    lines: list[dict[str, Any]] = [
-        {"kind": "start", **about, "settings": settings, "time": moments[0], "step": first - 1}
-    ]
+    landed = {"kind": "landing", "fragment": 0, "final": False, "bytes_sent": 1, "bytes_received": 1, "counted": [0]}
+    landed |= {"outer_grad_norm": 1.0, "group_norms": [1.0], "left_out": [], "outlying": [], "diagnostics": None}
+    lines: list[Any] = [{"kind": "start", **about, "settings": settings, "time": moments[0], "step": first - 1}]
     for step, at in enumerate(moments, first):
-        away = AT["killed"] < at < AT["back"]
-        landed = {"fragment": 0, "launched_at": step, "landed_at": step, "final": False, "bytes_sent": 1}
-        landed |= {"bytes_received": 1, "outer_grad_norm": 1.0, "group_norms": [1.0], "counted": [0], "left_out": []}
-        landed |= {"outlying": [], "diagnostics": None, "spans": {"land": (at, at), "wait": (at, at)}}
-        lines += [
-            {"kind": "step", "step": step, "span": (at - 0.1, at), "done": at},
-            {"kind": "landing", **landed, "sites": SITES[:2] if away else SITES},
-            {"kind": "loss", "step": step, "loss": 100.0 / step},
-        ]
+        sites = SITES[:2] if AT["killed"] < at < AT["back"] else SITES
+        moment = {"launched_at": step, "landed_at": step, "spans": {"land": (at, at), "wait": (at, at)}}
+        lines.append({"kind": "step", "step": step, "span": (at - 0.1, at), "done": at})
+        lines.append({**landed, **moment, "sites": sites})
+        lines.append({"kind": "loss", "step": step, "loss": 100.0 / step})
     return lines
 
 
