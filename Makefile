@@ -16,8 +16,9 @@ CONSTRAINTS ?= constraints.txt
 DEMO_ARGS ?=
 GPU_ARGS ?=
 # Many tests start several ranks and bound their waits. On a busy machine one may be held up for longer, so a test that
-# fails is tried once more, and shows as R and in the summary.
-PYTEST_ARGS ?= --numprocesses 2 --reruns 1
+# fails is tried once more, and shows as R and in the summary. They wait for a third of their time: three at a time keep
+# two cores busy.
+PYTEST_ARGS ?= --numprocesses 3 --reruns 1
 
 BIN := $(VENV)/bin
 BUILT_FROM := pyproject.toml hatch_build.py lightning_sdiloco/compression/fp4.c

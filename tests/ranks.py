@@ -54,22 +54,12 @@ class Report:
 def run_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, expect_failure: bool = False
 ) -> Any:
-    """Calls `function(rank, world_size, *args)` on every rank of a gloo world.
+    """Calls `function(rank, world_size, *args)` on every rank of a gloo world; returns the results in their order.
 
-    Args:
-        function: may be a local function; what it returns must pickle.
-        world_size: how many processes.
-        *args: inherited by the fork, never pickled.
-        timeout: seconds until everything is killed.
-        expect_failure: waits for every rank and returns the errors, rank to text, the first failure first.
-
-    Returns:
-        The results in the order of ranks.
-
-    Raises:
-        RankError: a rank failed; the others had a grace of some seconds to end by themselves.
-        TimeoutError: ranks, which it names, did not finish in time.
-        AssertionError: `expect_failure`, and no rank failed.
+    The function may be a local one, arguments are inherited by the fork, and only what it returns is pickled. A rank
+    that fails raises `RankError`, and the others have a grace of some seconds; those that are not there after the
+    timeout, a `TimeoutError` that names them. With `expect_failure` every rank is waited for, and the errors come back,
+    rank to text, the first one first.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
 
@@ -103,40 +93,21 @@ def run_processes(
     per_node = ranks_per_node or world_size
     if world_size % per_node:
         raise ValueError(f"{world_size} ranks do not fill nodes of {per_node}: let ranks_per_node divide world_size")
-    port = _free_port()
-    environments = [_environment(rank, world_size, per_node, port, torchelastic) for rank in range(world_size)]
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        return _run(lambda rank: function(rank, world_size, *args), environments, Path(folder), timeout, expect_failure)
-
-
-def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def _environment(rank: int, world_size: int, per_node: int, port: int, torchelastic: bool) -> dict[str, str]:
-    values: dict[str, Any] = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": world_size,
-        "RANK": rank,
-        "LOCAL_RANK": rank % per_node,
-        "NODE_RANK": rank // per_node,
-    }
-    if torchelastic:
-        values |= {
-            "TORCHELASTIC_RUN_ID": "tests",
-            "TORCHELASTIC_RESTART_COUNT": 0,
-            "TORCHELASTIC_MAX_RESTARTS": 0,
-            "GROUP_RANK": rank // per_node,
-            "GROUP_WORLD_SIZE": world_size // per_node,
-            "LOCAL_WORLD_SIZE": per_node,
-            "ROLE_NAME": "default",
-            "ROLE_RANK": rank,
-            "ROLE_WORLD_SIZE": world_size,
-        }
-    return {name: str(value) for name, value in values.items()}
+        port = listener.getsockname()[1]
+    environments = []
+    for rank in range(world_size):
+        node, local = divmod(rank, per_node)
+        values = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local, "NODE_RANK": node, "MASTER_PORT": port}
+        if torchelastic:
+            values |= {"GROUP_RANK": node, "GROUP_WORLD_SIZE": world_size // per_node, "LOCAL_WORLD_SIZE": per_node}
+            values |= {"ROLE_RANK": rank, "ROLE_WORLD_SIZE": world_size, "ROLE_NAME": "default"}
+            values |= {"TORCHELASTIC_RUN_ID": "tests"}
+            values |= dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), 0)
+        environments.append({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in values.items()}})
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        return _run(lambda rank: function(rank, world_size, *args), environments, Path(folder), timeout, expect_failure)
 
 
 # In the parent.
@@ -163,30 +134,9 @@ def _run(
     finally:
         for process in processes:
             _kill(process)
-    return _judge(reports, len(processes), timeout, expect_failure)
-
-
-def _wait(processes: list[ForkProcess], folder: Path, timeout: float, grace: float) -> dict[int, Report]:
-    """The reports of the ranks that finished before the timeout, and before `grace` seconds after a failure."""
-    deadline = time.monotonic() + timeout
-    running = dict(enumerate(processes))
-    reports: dict[int, Report] = {}
-    failed = False
-    while running and time.monotonic() < deadline:
-        # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming ready.
-        wait([process.sentinel for process in running.values()], timeout=0.05)
-        for rank in [rank for rank, process in running.items() if not process.is_alive()]:
-            reports[rank] = _report(running.pop(rank), folder, rank)
-            if reports[rank].error and not failed:
-                failed = True
-                deadline = min(deadline, time.monotonic() + grace)
-    return reports
-
-
-def _judge(reports: dict[int, Report], world_size: int, timeout: float, expect_failure: bool) -> Any:
     failed = sorted((rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds)
     errors = {rank: str(reports[rank].error) for rank in failed}
-    unfinished = [rank for rank in range(world_size) if rank not in reports]
+    unfinished = [rank for rank in range(len(processes)) if rank not in reports]
     if errors and not expect_failure:
         raise RankError(errors)
     if unfinished:
@@ -194,7 +144,25 @@ def _judge(reports: dict[int, Report], world_size: int, timeout: float, expect_f
         raise TimeoutError(f"ranks {unfinished} did not finish within {timeout} s{texts}")
     if expect_failure and not errors:
         raise AssertionError("a failure was expected, and every rank succeeded")
-    return errors if expect_failure else [reports[rank].value for rank in range(world_size)]
+    return errors if expect_failure else [reports[rank].value for rank in range(len(processes))]
+
+
+def _wait(processes: list[ForkProcess], folder: Path, timeout: float, grace: float) -> dict[int, Report]:
+    """The reports of the ranks that finished before the timeout, and before `grace` seconds after a failure."""
+    deadline = time.monotonic() + timeout
+    running = dict(enumerate(processes))
+    reports: dict[int, Report] = {}
+    while running and time.monotonic() < deadline:
+        # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming ready.
+        wait([process.sentinel for process in running.values()], timeout=0.05)
+        for rank in [rank for rank, process in running.items() if not process.is_alive()]:
+            path, code = folder / f"{rank}.pt", running.pop(rank).exitcode
+            # A death without a result is the cause of what the other ranks report, so it comes first.
+            died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
+            reports[rank] = torch.load(path, weights_only=False) if path.exists() else died
+            if reports[rank].error and sum(bool(report.error) for report in reports.values()) == 1:
+                deadline = min(deadline, time.monotonic() + grace)
+    return reports
 
 
 def _kill(process: ForkProcess) -> None:
@@ -208,16 +176,6 @@ def _kill(process: ForkProcess) -> None:
         process.join()
 
 
-def _report(process: ForkProcess, folder: Path, rank: int) -> Report:
-    path = folder / f"{rank}.pt"
-    if path.exists():
-        report = torch.load(path, weights_only=False)
-        assert isinstance(report, Report)
-        return report
-    # Such a death is the cause of what the other ranks report, so it comes first.
-    return Report(0.0, error=f"rank {rank} ended without a result, exit code {process.exitcode}")
-
-
 # In the child.
 
 
@@ -226,52 +184,34 @@ def _child(
 ) -> NoReturn:
     try:
         os.setsid()
-        _die_with(parent)
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # when the parent dies, by whatever means
+        if os.getppid() != parent:
+            os._exit(1)
         restore_signals()
         _prepare(rank, environment)
-        _leave(_outcome(target, rank), folder, rank)
+        try:
+            report = Report(0.0, value=target(rank))
+        except BaseException:
+            report = Report(time.monotonic(), error=traceback.format_exc())
+        scratch = folder / f"{rank}.tmp"
+        try:
+            # Tensors go as bytes, since shared memory would die with this process.
+            torch.save(report, scratch)
+        except Exception:
+            torch.save(Report(time.monotonic(), error=traceback.format_exc()), scratch)
+        scratch.rename(folder / f"{rank}.pt")
     except BaseException:
         traceback.print_exc()
     finally:
-        # No exit handlers: those inherited belong to the parent.
-        _end()
-
-
-def _outcome(target: Callable[[int], Any], rank: int) -> Report:
-    try:
-        value = target(rank)
-        return Report(time.monotonic(), value=value)
-    except BaseException:
-        return Report(time.monotonic(), error=traceback.format_exc())
-
-
-def _leave(report: Report, folder: Path, rank: int) -> None:
-    """Writes the report; tensors go as bytes, since shared memory would die with this process."""
-    scratch = folder / f"{rank}.tmp"
-    try:
-        torch.save(report, scratch)
-    except Exception:
-        torch.save(Report(time.monotonic(), error=traceback.format_exc()), scratch)
-    scratch.rename(folder / f"{rank}.pt")
-
-
-def _end() -> NoReturn:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if os.getpgrp() == os.getpid():  # never the group of the test runner
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            os.killpg(0, signal.SIGTERM)  # what this rank started and left behind
-    finally:
-        os._exit(0)
-
-
-def _die_with(parent: int) -> None:
-    """Has the kernel kill this process when the parent dies, by whatever means."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            if os.getpgrp() == os.getpid():  # never the group of the test runner
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                os.killpg(0, signal.SIGTERM)  # what this rank started and left behind
+        finally:
+            os._exit(0)  # no exit handlers: those inherited belong to the parent
 
 
 def restore_signals() -> None:
@@ -296,11 +236,6 @@ def _prepare(rank: int, environment: Mapping[str, str]) -> None:
         for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
             del os.environ[name]
         os.environ.update(environment)
-        _forget_rank(rank)
-
-
-def _forget_rank(rank: int) -> None:
-    """Lightning reads the rank from the environment on import, which the parent may have done."""
-    module = sys.modules.get("lightning_utilities.core.rank_zero")
-    if module is not None:
-        module.rank_zero_only.rank = rank
+        # Lightning reads the rank from the environment on import, which the parent may have done.
+        if module := sys.modules.get("lightning_utilities.core.rank_zero"):
+            module.rank_zero_only.rank = rank

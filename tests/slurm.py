@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,11 +57,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 class Slurm:
-    """A running SLURM.
-
-    Args:
-        folder: Where its files are.
-    """
+    """A running SLURM, whose files are in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.environment = {
@@ -73,16 +70,9 @@ class Slurm:
 
     def run(self, *command: str, seconds: float = 250, cwd: Path | None = None, **environment: str) -> str:
         """What a command of SLURM prints; both streams, because srun passes on those of the tasks."""
-        done = subprocess.run(
-            command,
-            env={**self.environment, **environment},
-            cwd=cwd,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
+        output: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        own = {**self.environment, **environment}
+        done = subprocess.run(command, env=own, cwd=cwd, timeout=seconds, check=False, **output)
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
@@ -91,10 +81,7 @@ class Slurm:
 def slurm(folder: Path, nodes: int, cores: int) -> Iterator[Slurm]:
     """Starts a SLURM whose nodes are called n0, n1, ...; skips the test where that is not possible.
 
-    Args:
-        folder: Where its files go. Short: the path of a socket is limited.
-        nodes: Number of nodes.
-        cores: Processors of each node, real or not.
+    The path of the folder has to be short, as that of a socket is limited; processors of a node need not be real.
     """
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing:
@@ -127,15 +114,9 @@ def _configure(folder: Path, nodes: int, cores: int) -> None:
         f" SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1024 State=UNKNOWN"
         for name in names
     ]
-    (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(
-            host=socket.gethostname().partition(".")[0],
-            port=_free_port(),
-            folder=folder,
-            first_job=1 + os.getpid() % 900 * 10,
-            nodes="\n".join(described),
-        )
-    )
+    host, first_job = socket.gethostname().partition(".")[0], 1 + os.getpid() % 900 * 10
+    told = {"host": host, "port": _free_port(), "folder": folder, "first_job": first_job, "nodes": "\n".join(described)}
+    (folder / "slurm.conf").write_text(CONFIGURATION.format(**told))
     (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {name}\n" for name in names))
 
 
@@ -145,32 +126,23 @@ def _start(running: Slurm, folder: Path, nodes: int) -> None:
         with (folder / "start.log").open("a") as log:
             subprocess.run(command, env=running.environment, stdout=log, stderr=log, timeout=SECONDS, check=True)
 
-    munge = [f"--{name}={folder}/{file}" for name, file in _MUNGE.items()]
-    start("munged", *munge, "--force")
+    munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+    munge |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+    start("munged", *(f"--{name}={folder}/{file}" for name, file in munge.items()), "--force")
     start("slurmctld", "-c", "-f", f"{folder}/slurm.conf")
     for index in range(nodes):
         # A host name of its own, and an /etc/hosts in which the others are found.
         own = f"mount --bind {folder}/hosts /etc/hosts && hostname n{index} && exec slurmd -N n{index}"
         start("unshare", "-m", "-u", "sh", "-c", f"{own} -f {folder}/slurm.conf")
-    deadline = time.monotonic() + SECONDS
-    while True:
-        states = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"], env=running.environment, capture_output=True, text=True, check=False
-        ).stdout
-        if states.split().count("idle") == nodes:
-            return
+    deadline, idle = time.monotonic() + SECONDS, 0
+    while idle < nodes:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nodes are {states.split()}")
+            raise TimeoutError(f"{idle} of {nodes} nodes are idle")
         time.sleep(0.2)
-
-
-_MUNGE = {
-    "key-file": "munge.key",
-    "socket": "munge.socket",
-    "pid-file": "munged.pid",
-    "log-file": "munged.log",
-    "seed-file": "munged.seed",
-}
+        told = subprocess.run(
+            ["sinfo", "-h", "-N", "-o", "%T"], env=running.environment, capture_output=True, check=False
+        )
+        idle = told.stdout.split().count(b"idle")
 
 
 def _stop(running: Slurm, folder: Path) -> None:

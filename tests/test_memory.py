@@ -1,8 +1,8 @@
 """Pages that are no longer used serve the next vectors, no more of them than asked for, and never while in use."""
 
 import gc
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -16,8 +16,11 @@ from lightning_sdiloco.memory import SparePages, new_vector
 
 pytestmark = pytest.mark.skipif(not hasattr(memory.mmap, "MADV_HUGEPAGE"), reason="needs pages of one's own")
 
-CPU = torch.device("cpu")
 LONG = 300_000
+
+
+def vector(numel: int = LONG, dtype: torch.dtype = torch.float32) -> Tensor:
+    return new_vector(numel, torch.device("cpu"), dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -33,42 +36,36 @@ def spare_bytes(spares: memory._Spares) -> int:
     return sum(map(len, spares._pages))
 
 
-def test_what_is_freed_serves_the_next_vector() -> None:
+def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view_of_it_lives() -> None:
     asking = SparePages(8 * LONG)
-    first = new_vector(LONG, CPU)
+    first = vector()
     address = first.data_ptr()
     del first
-    assert new_vector(LONG, CPU).data_ptr() == address
+    assert vector().data_ptr() == address
     # Of another type, or a little shorter.
-    assert new_vector(2 * LONG, CPU, torch.int16).data_ptr() == address
-    assert new_vector(LONG - 1000, CPU).data_ptr() == address
-    assert new_vector(LONG // 2, CPU).numel() == LONG // 2
-    del asking
-
-
-def test_nothing_serves_another_while_any_view_of_it_lives() -> None:
-    asking = SparePages(100 * LONG)
-    first = new_vector(LONG, CPU).fill_(1.0)
+    assert vector(2 * LONG, torch.int16).data_ptr() == address
+    assert vector(LONG - 1000).data_ptr() == address
+    assert vector(LONG // 2).numel() == LONG // 2
+    first = vector().fill_(1.0)
     view = first[5:].view(-1, 5).detach()
     del first
     gc.collect()
-    second = new_vector(LONG, CPU).fill_(2.0)
+    second = vector().fill_(2.0)
     assert bool((view == 1).all())
     assert second.data_ptr() != view.data_ptr() - 20
     del asking
 
 
 def test_no_more_is_kept_than_asked_for_and_nothing_where_nobody_asks(spares: memory._Spares) -> None:
-    new_vector(LONG, CPU)
+    vector()
     assert spare_bytes(spares) == 0
     asking = [SparePages(8 * LONG), SparePages(4 * LONG)]
-    several = [new_vector(LONG, CPU) for _ in range(5)]
+    several = [vector() for _ in range(5)]
     several.clear()
     assert spares._in_use == 0
-    assert spare_bytes(spares) == 12 * LONG
-    asking.pop()
-    assert spare_bytes(spares) == 8 * LONG
-    asking.pop()
+    for kept in (12 * LONG, 8 * LONG):
+        assert spare_bytes(spares) == kept
+        asking.pop()
     assert spare_bytes(spares) == 0
 
 
@@ -82,7 +79,7 @@ def test_all_pages_are_never_more_than_were_in_use_at_once(taken: list[tuple[int
     most = 0
     for numel, freed in taken:
         del live[:freed]
-        live.append(new_vector(numel, CPU))
+        live.append(vector(numel))
         # What a vector has in place of what it asked for is a sixteenth larger at most.
         assert spares._in_use <= sum(4 * each.numel() for each in live) * 17 / 16
         most = max(most, spares._in_use)
@@ -92,32 +89,25 @@ def test_all_pages_are_never_more_than_were_in_use_at_once(taken: list[tuple[int
 
 def test_a_vector_of_another_size_drops_nothing_while_less_is_in_use_than_before(spares: memory._Spares) -> None:
     asking = SparePages(100 * LONG)
-    several = [new_vector(LONG, CPU) for _ in range(4)]
-    addresses = {vector.data_ptr() for vector in several}
+    several = [vector() for _ in range(4)]
+    addresses = {each.data_ptr() for each in several}
     del several[1:]
-    message = new_vector(LONG // 3, CPU)
+    message = vector(LONG // 3)
     assert spare_bytes(spares) == 8 * LONG  # one went for the message
-    several += [new_vector(LONG, CPU) for _ in range(2)]
-    assert {vector.data_ptr() for vector in several} <= addresses
+    several += [vector() for _ in range(2)]
+    assert {each.data_ptr() for each in several} <= addresses
     del message, asking
 
 
 def test_threads_that_take_and_free_at_once_never_share_pages() -> None:
     asking = SparePages(40 * LONG)
-    wrong = []
 
-    def work(number: int) -> None:
-        for turn in range(60):
-            vector = new_vector(LONG // (1 + turn % 2), CPU).fill_(float(number))
-            if not bool((vector == number).all()):
-                wrong.append(number)
+    def work(number: int) -> bool:
+        taken = (vector(LONG // (1 + turn % 2)).fill_(float(number)) for turn in range(60))
+        return all(bool((own == number).all()) for own in taken)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(work, range(4))) == [True] * 4
     del asking
 
 
@@ -155,12 +145,11 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
     assert spare_bytes(memory._SPARES) == 0
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
 def test_what_is_not_kept_goes_back_to_the_system() -> None:
-    vector = new_vector(20_000_000, CPU).fill_(1.0)
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    own = vector(20_000_000).fill_(1.0)
     before = resident()
-    del vector
+    del own
     assert before - resident() > 70_000_000

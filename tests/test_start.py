@@ -21,44 +21,41 @@ PLACES = {
     "lightning": {"trainer": "lightning.pytorch", "fabric": "lightning.fabric"},
     "pytorch_lightning": {"trainer": "pytorch_lightning", "fabric": "lightning_fabric"},
 }
-OTHER = {"lightning": "pytorch_lightning", "pytorch_lightning": "lightning"}
 OURS = {"lightning": "lightning_sdiloco.lightning_pytorch", "pytorch_lightning": "lightning_sdiloco.pytorch_lightning"}
-NONE_IMPORTED = """
-assert [name for name in ("torch", "lightning", "pytorch_lightning", "jsonargparse") if name in sys.modules] == []
-"""
-
 
 BY_NAME = """
-from {package} import cli
+from {trainer} import cli
 class Parsed(cli.LightningCLI):
     def instantiate_classes(self):
         print(self.config.trainer.strategy["class_path"])
 
-from {package}.demos.boring_classes import BoringModel
+from {trainer}.demos.boring_classes import BoringModel
 args = ["--trainer.strategy.class_path=StreamingDiLoCoStrategy"]
 Parsed(BoringModel, run=False, args=args, save_config_callback=None)
 """
 
 
-@pytest.mark.parametrize("distribution", sorted(PLACES))
-def test_a_distribution_alone_finds_the_strategies(distribution: str) -> None:
-    line = WITHOUT_LIGHTNING.partition("BLOCKED = ")[2].partition("\n")[0]
-    hidden = WITHOUT_LIGHTNING.replace(line, repr([OTHER[distribution]]))
-    code = f"{hidden}\nimport sys\nimport lightning_sdiloco\n{NONE_IMPORTED}{TRAINERS.format(**PLACES[distribution])}"
-    code += f"print(made(), {OURS[OTHER[distribution]]!r} in sys.modules)\n"
-    code += "print('StreamingDiLoCoStrategy' in lightning_sdiloco.__all__)\n"
-    found, is_named = run_python(code).splitlines()
-    assert (found, is_named) == (f"{[OURS[distribution]]} False", str(distribution == "lightning"))
+@pytest.mark.parametrize(("distribution", "other"), [tuple(OURS), tuple(OURS)[::-1]])
+def test_a_distribution_alone_finds_the_strategies(distribution: str, other: str) -> None:
+    code = f"""
+{WITHOUT_LIGHTNING.format(blocked=[other])}
+import lightning_sdiloco
+assert [name for name in ("torch", "lightning", "pytorch_lightning", "jsonargparse") if name in sys.modules] == []
+{TRAINERS.format(**PLACES[distribution])}
+assert made() == [{OURS[distribution]!r}]
+assert {OURS[other]!r} not in sys.modules
+assert ("StreamingDiLoCoStrategy" in lightning_sdiloco.__all__) == ({distribution!r} == "lightning")
+"""
+    run_python(code)
 
 
 def test_both_distributions_and_their_command_lines_find_the_strategies_one_imported_before_and_one_after() -> None:
-    before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in sorted(PLACES))
+    before, after = (TRAINERS.format(**PLACES[distribution]) for distribution in OURS)
     code = f"{before}\nimport lightning_sdiloco\none = made()\n{after}\nprint([*one, *made()])\n"
-    code += "".join(BY_NAME.format(package=PLACES[distribution]["trainer"]) for distribution in sorted(PLACES))
+    code += "".join(BY_NAME.format(**place) for place in PLACES.values())
     found, *by_name = (line for line in run_python(code).splitlines() if "lightning_sdiloco" in line)
-    assert found == str([OURS[distribution] for distribution in sorted(PLACES)])
-    assert len(by_name) == 2
-    assert all(name.endswith(".StreamingDiLoCoStrategy") for name in by_name)
+    assert found == str(list(OURS.values()))
+    assert [name.rpartition(".")[2] for name in by_name] == ["StreamingDiLoCoStrategy"] * 2
 
 
 COMMANDS = """

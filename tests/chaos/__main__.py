@@ -55,9 +55,11 @@ def show(runs: list[Found]) -> dict[str, float]:
     for kind in sorted({kind for one in runs for kind in one["faults"]}):
         back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
         times = [own["seconds"] for own in back] or [float("nan")]
-        counts = [sum(one["faults"].get(kind, 0) for one in runs), len(back), sum(own["state"] for own in back)]
-        rows.append([kind, *map(str, counts), f"{median(times):.2f}", f"{max(times):.2f}"])
-    columns = ["fault", "times", "returns", "with a state", "median, s", "longest, s"]
+        counts = [str(sum(one["faults"].get(kind, 0) for one in runs)), str(len(back))]
+        rows.append(
+            [kind, *counts, f"{median(times):.2f}", f"{max(times):.2f}", str(sum(own["state"] for own in back))]
+        )
+    columns = ["fault", "times", "returns", "median, s", "longest, s", "with a state"]
     report.show("Faults, and seconds from hello to all records applied", columns, rows)
     for one in runs:
         for problem in [*one["problems"], *one["slow"]]:

@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partialmethod
@@ -33,35 +33,23 @@ NAME = "streaming_diloco_ddp_of_short_rounds"
 
 @dataclass
 class Trial:
-    """What one fit is told, and what it finds.
+    """What one fit is told, and what it finds."""
 
-    Args:
-        strategy: The name that stands in the one line. None: a strategy with rounds that suit so short a fit.
-        folder: Where checkpoints and logs of this fit go.
-        resume: A checkpoint to go on from.
-    """
-
-    strategy: str | None
-    folder: Path
-    resume: Path | None = None
+    strategy: str | None  # the name in the one line; None: a strategy with rounds that suit so short a fit
+    folder: Path  # for checkpoints and logs of this fit
+    resume: Path | None = None  # a checkpoint to go on from
     found: dict[str, Any] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trial":
-        """Returns the same object: some projects copy their callbacks, and what those find is wanted here."""
-        return self
+        return self  # some projects copy their callbacks, and what those find is wanted here
 
     def probe(self, callback: type[Any], monitor: str, half: int) -> Any:
-        """Returns a callback that writes down the fit, and saves a checkpoint in the midst of it.
-
-        Args:
-            callback: The Callback class of the distribution that the project uses.
-            monitor: Name of the validation loss.
-            half: The validation at whose end the checkpoint is saved, counted from 1.
-        """
+        """A callback of the project's distribution that writes down the fit, and the losses of its validations by name;
+        it saves a checkpoint at the end of one of these, counted from 1."""
         return type("Probe", (_Probe, callback), {})(self, monitor, half)
 
     def trainer(self, probe: Any) -> dict[str, Any]:
-        """Returns the arguments that every Trainer gets."""
+        """The arguments that every Trainer gets."""
         old = any(base.__module__.startswith("pytorch_lightning") for base in type(probe).__mro__)
         edition = pytorch_lightning if old else lightning_pytorch
         return {
@@ -79,7 +67,7 @@ class Trial:
         # Projects keep objects of their own in checkpoints.
         trainer.fit(model, train, held_out, ckpt_path=self.resume, weights_only=False)
         self.found["validated"] = sorted(trainer.validate(model, held_out)[0])
-        self.found["predictions"] = sum(count(batch) for batch in trainer.predict(model, held_out))
+        self.found["predictions"] = sum(map(count, trainer.predict(model, held_out)))
 
 
 @contextmanager
@@ -94,7 +82,7 @@ def resuming(trainer: type[Any], path: Path | None) -> Iterator[None]:
 
 
 def count(batch: Any) -> int:
-    """Returns how many samples a batch of predictions has."""
+    """How many samples a batch of predictions has."""
     return len(batch) if isinstance(batch, torch.Tensor) else len(batch[0])
 
 
@@ -113,60 +101,44 @@ class _Probe:
             trainer.save_checkpoint(self.trial.folder / HALF)
 
     def on_fit_end(self, trainer: Any, module: Any) -> None:
+        digest = hashlib.sha256()
+        for name, values in module.state_dict().items():
+            if isinstance(values, torch.Tensor):
+                digest.update(name.encode() + bytes(values.detach().cpu().contiguous().flatten().view(torch.uint8)))
         self.trial.found |= {
             "global_step": trainer.global_step,
             "keys": sorted(trainer.callback_metrics),
             "losses": self.losses,
             "parameters": sum(p.numel() for p in module.parameters()),
-            "digest": digest(module.state_dict()),
+            "digest": digest.hexdigest(),
             "strategy": type(trainer.strategy).__name__,
         }
 
 
-def digest(state: dict[str, Any]) -> str:
-    """Returns a digest of all tensors of a state_dict."""
-    sha = hashlib.sha256()
-    for name, values in state.items():
-        if isinstance(values, torch.Tensor):
-            sha.update(name.encode())
-            sha.update(values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()
-
-
-def tried(fit: Callable[[Trial], None], trial: Trial) -> list[dict[str, Any]]:
-    """Returns what each rank has found in one fit."""
-    trial.folder.mkdir(parents=True)
-
-    def rank(index: int, count: int) -> dict[str, Any]:
-        torch.set_num_threads(1)
-        fit(trial)
-        return trial.found
-
-    found: list[dict[str, Any]] = run_processes(rank, RANKS, timeout=SECONDS, torchelastic=True)
-    return found
-
-
-def register() -> None:
-    """Registers `NAME` with both distributions, as users register names of their own."""
+def main() -> None:
+    # As users register names of their own.
     for edition, registry in (
         (lightning_pytorch, lightning.pytorch.strategies.StrategyRegistry),
         (pytorch_lightning, pl.strategies.StrategyRegistry),
     ):
         registry.register(NAME, edition.StreamingDiLoCoStrategy, **ROUNDS)
-
-
-def main() -> None:
-    register()
     name, folder = sys.argv[1], Path(sys.argv[2])
     project = importlib.import_module(f"tests.foreign.projects.{name}")
     ddp, ours = getattr(project, "DDP", "ddp"), getattr(project, "STRATEGY", None)
-    trials = {
+    for kind, trial in {
         "ddp": Trial(ddp, folder / "ddp"),
         "unbroken": Trial(ours, folder / "unbroken"),
         "resumed": Trial(ours, folder / "resumed", resume=folder / "unbroken" / HALF),
-    }
-    for kind, trial in trials.items():
-        (folder / f"{kind}.json").write_text(json.dumps(tried(project.fit, trial)))
+    }.items():
+        trial.folder.mkdir(parents=True)
+
+        def rank(index: int, count: int, trial: Trial) -> dict[str, Any]:
+            torch.set_num_threads(1)
+            project.fit(trial)
+            return trial.found
+
+        found = run_processes(rank, RANKS, trial, timeout=SECONDS, torchelastic=True)
+        (folder / f"{kind}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

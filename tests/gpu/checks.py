@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -115,7 +115,6 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
 
 
 def assert_same(one: Tensor, other: Tensor, message: str) -> None:
-    """Compares bit for bit."""
     assert torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8)), message
 
 
@@ -129,41 +128,41 @@ def offload(name: str, place: Place, rank: int, world_size: int) -> Found:
     return difference(*runs)
 
 
-class SlowLane(ThreadBackground):
-    """Holds the side stream up before every stage, so that the host and the training stream are far ahead of it."""
+class AroundLane(ThreadBackground):
+    """Runs every stage inside a context, in the thread of the stage."""
 
-    hold_up: Any = staticmethod(lambda: None)
+    around: Any = staticmethod(nullcontext)
 
     def start(self, work: Any) -> Any:
-        return super().start(self._held_up(work))
+        return super().start(self._inside(work))
 
-    def _held_up(self, work: Any) -> Any:
-        self.hold_up()
-        # Before each further stage too; the result is that of the work.
+    def _inside(self, work: Any) -> Any:
         while True:
-            try:
-                next(work)
-            except StopIteration as ended:
-                return ended.value
+            with self.around():
+                try:
+                    next(work)
+                except StopIteration as ended:
+                    return ended.value
             yield
-            self.hold_up()
 
 
 def slow_streams(place: Place, rank: int, world_size: int) -> Found:
     """No bit depends on which stream is behind: the side stream, the training stream, or neither."""
     sleep = getattr(place.module, "_sleep", lambda cycles: None)
+
+    @contextmanager
+    def late() -> Iterator[None]:
+        # The host and the training stream are far ahead of the side stream.
+        sleep(_WHILE)
+        yield
+
     expected = shown_run(Training(place.device, 0))
-    slow = type("Slow", (SlowLane,), {"hold_up": staticmethod(partial(sleep, _WHILE))})
+    slow = type("Slow", (AroundLane,), {"around": staticmethod(late)})
     runs = {"side stream": shown_run(Training(place.device, 0, lane=slow))}
     for is_offloaded in (False, True):
         training = Training(place.device, 0, lane=LateLane, **offloaded({}, is_offloaded))
         move = training.inner_step
-
-        def late(move: Any = move) -> None:
-            sleep(_WHILE)
-            move()
-
-        training.inner_step = late  # type: ignore[method-assign]
+        training.inner_step = lambda move=move: (sleep(_WHILE), move())[1]  # type: ignore[method-assign, misc]
         runs[f"training stream, offload={is_offloaded}"] = shown_run(training)
     for name, seen in runs.items():
         assert same(seen, expected), f"{name}: {difference(seen, expected)}"
@@ -177,32 +176,28 @@ def sanitized(place: Place, rank: int, world_size: int) -> Found:
     from torch.cuda import _sanitizer
 
     lock = threading.RLock()
+
+    def locked(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            with lock:
+                return method(*args)
+
+        return call
+
     for name in [name for name in vars(_sanitizer.EventHandler) if name.startswith("_handle_")]:
-        setattr(_sanitizer.EventHandler, name, _locked(lock, getattr(_sanitizer.EventHandler, name)))
+        setattr(_sanitizer.EventHandler, name, locked(getattr(_sanitizer.EventHandler, name)))
     mode = _sanitizer.CUDASanitizerDispatchMode()
 
-    class Watched(SlowLane):
-        def _held_up(self, stage: Any) -> Any:
-            def run(*given: Any) -> Any:
-                own = object.__new__(type(mode))  # modes belong to a thread; what they have seen is common
-                own.event_handler = mode.event_handler
-                with own:
-                    return stage(*given)
+    def watched() -> Any:
+        own = object.__new__(type(mode))  # modes belong to a thread; what they have seen is common
+        own.event_handler = mode.event_handler
+        return own
 
-            return run
-
+    lane = type("Watched", (AroundLane,), {"around": staticmethod(watched)})
     with mode:
         for is_offloaded in (False, True):
-            shown_run(Training(place.device, 0, lane=Watched, **offloaded({}, is_offloaded)))
+            shown_run(Training(place.device, 0, lane=lane, **offloaded({}, is_offloaded)))
     return {"sanitizer": "torch.cuda._sanitizer"}
-
-
-def _locked(lock: Any, method: Any) -> Any:
-    def locked(*args: Any) -> Any:
-        with lock:
-            return method(*args)
-
-    return locked
 
 
 def compute_sanitizer(place: Place, rank: int, world_size: int) -> Found:
@@ -224,11 +219,8 @@ def memory(place: Place, rank: int, world_size: int) -> Found:
     """Offloaded, the device holds what is in flight whatever the size of the model; nothing is left or grows."""
     if place.device == "cpu":
         raise NotHere("memory of the host is not counted by torch")
-    found = {
-        f"{layers} layers, offload={offload}": extra_memory(layers, offload, place.device)
-        for layers in (4, 8)
-        for offload in (False, True)
-    }
+    cases = [(layers, offload) for layers in (4, 8) for offload in (False, True)]
+    found = {f"{layers} layers, offload={own}": extra_memory(layers, own, place.device) for layers, own in cases}
     assert found["8 layers, offload=False"] > found["4 layers, offload=False"], found
     assert found["8 layers, offload=True"] == found["4 layers, offload=True"], found
     before, held = place.module.memory_allocated(), list[int]()
@@ -376,6 +368,7 @@ def backend_on(place: Place, rank: int) -> DeviceBackend:
     return own
 
 
+# What tells most first.
 CHECKS: dict[str, Task] = {
     "codecs": Task("encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150),
     **{
@@ -398,4 +391,3 @@ CHECKS: dict[str, Task] = {
     "compute-sanitizer": Task("no kernel reads or writes outside of its memory", compute_sanitizer, seconds=90),
     "NCCL": Task("two processes on one device exchange over NCCL", between_devices, 2, seconds=60),
 }
-"""All checks of the engine by name, what tells most first."""

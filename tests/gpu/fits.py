@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader, IterableDataset
-from typing_extensions import override
 
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from tests.gpu.task import Found, NotHere, Place, Task
@@ -28,8 +27,8 @@ from tests.gpu.task import Found, NotHere, Place, Task
 STEPS = 23
 SAVED_AT = 13
 
+# The calls in which a thread waits for a device, as the profiler names them.
 WAITING = ("cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""The calls in which a thread waits for a device, as the profiler names them."""
 
 STEP = "inner step"
 
@@ -40,7 +39,6 @@ class Batches(IterableDataset[tuple[Tensor, Tensor]]):
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    @override
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(self._rank)
         weights = torch.randn(64, 8, generator=torch.Generator().manual_seed(7)) / 8
@@ -61,13 +59,11 @@ class Regression(LightningModule):
             self.net.compile(backend=compiler)
         self.losses: list[Tensor] = []
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self.net(batch[0]).float(), batch[1].float())
         self.losses.append(loss.detach())
         return loss
 
-    @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -155,12 +151,10 @@ class Skipping(Regression):
         super().__init__()
         self._done, self._batches = done, iter(Batches(rank))
 
-    @override
     def on_train_start(self) -> None:
         for _ in range(self._done):
             next(self._batches)
 
-    @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = next(self._batches)
         return super().training_step((x.to(self.device), y.to(self.device)), batch_idx)
@@ -177,7 +171,6 @@ class Traced(Callback):
         self._profile, self._steps, self._path = profile(activities=activities), range(first, last), path
         self._open: Any = None
 
-    @override
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._steps.start:
             self._profile.start()
@@ -185,7 +178,6 @@ class Traced(Callback):
             self._open = record_function(STEP)
             self._open.__enter__()
 
-    @override
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._open is not None:
             self._open.__exit__(None, None, None)
@@ -234,6 +226,7 @@ def _fit(about: str, run: Any, judge: Any = alike) -> Task:
 
 _LEARNS = "a fit learns, and both groups end with the same outer model"
 
+# What tells most first.
 FITS: dict[str, Task] = {
     "trace": _fit("a profiler sees no wait inside a step", traced, judge=lambda found: found[0]),
     "bf16-mixed": _fit(_LEARNS, partial(trained, "bf16-mixed", None)),
@@ -242,4 +235,3 @@ FITS: dict[str, Task] = {
     "bf16-true": _fit(_LEARNS, partial(trained, "bf16-true", None)),
     "resume, fit": _fit("a fit goes on from a checkpoint, bit for bit", resumed),
 }
-"""All checks of fits by name, what tells most first."""

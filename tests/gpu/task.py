@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,7 @@ import torch
 
 from tests.ranks import RankError, run_processes, run_ranks
 
-Found = dict[str, Any]
-"""What a piece of work has found, as plain values."""
-
+Found = dict[str, Any]  # what a piece of work has found, as plain values
 _NOT_HERE = "not here"
 
 
@@ -43,13 +42,7 @@ class Place(NamedTuple):
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the device is a real accelerator."""
         return self.device == "cuda"
-
-
-def first(found: Sequence[Found]) -> Found:
-    """Returns what the first rank has found."""
-    return found[0]
 
 
 @dataclass(frozen=True)
@@ -61,7 +54,7 @@ class Task:
     ranks: int = 1
     connected: bool = True  # over gloo; if not, each has the environment of a node with one rank
     seconds: float = 60.0
-    judge: Callable[[Sequence[Found]], Found] = first  # of what the ranks have found; it may raise an error too
+    judge: Callable[[Sequence[Found]], Found] = itemgetter(0)  # of what the ranks have found; it may raise an error too
 
 
 class Outcome(NamedTuple):

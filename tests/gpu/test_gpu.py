@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu import __main__ as script
 from tests.gpu.checks import CHECKS
@@ -45,35 +44,20 @@ def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
 
 # Without one
 
+# Whoever asks CUDA for anything in the process that forks makes a device useless for those that it forks.
+UNASKED = """
+import os, sys, torch
+from benchmarks.gpu import __main__ as script
 
-def unasked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it an error to ask CUDA for anything in this process: those that it forks could not use a device."""
-    own = os.getpid()
+def asked(answer, own=os.getpid()):
+    def asking(*args):
+        assert os.getpid() != own, "CUDA was asked in the process that forks"
+        return answer
+    return asking
 
-    def asked(answer: Any) -> Any:
-        def asking(*args: Any) -> Any:
-            assert os.getpid() != own, "CUDA was asked in the process that forks"
-            return answer
-
-        return asking
-
-    for name, answer in (("is_available", False), ("device_count", 0)):
-        monkeypatch.setattr(torch.cuda, name, asked(answer))
-
-
-def results(folder: Path) -> dict[str, dict[str, Any]]:
-    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*/*.json"))}
-
-
-def run(*arguments: str) -> str:
-    """Runs the script where nobody has computed a gradient yet, as on a command line; returns what it says."""
-    code = (
-        "import sys; import pytest; from tests.gpu import test_gpu as own; own.unasked(pytest.MonkeyPatch());"
-        " sys.exit(own.script.main(sys.argv[1:]))"
-    )
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+torch.cuda.is_available, torch.cuda.device_count = asked(False), asked(0)
+sys.exit(script.main(sys.argv[1:]))
+"""
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
@@ -83,9 +67,12 @@ def test_the_script_runs_on_a_pretended_device_and_does_nothing_twice(
 ) -> None:
     pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
     arguments = ["--quick", "--device", "pretend", "--out", str(tmp_path), "--minutes", "4"]
-    assert ": kept" not in run(*arguments, "--stage", "numbers")
-    assert run(*arguments).count(": kept") == 3
-    found = results(tmp_path)
+    # Where nobody has computed a gradient yet, as on a command line.
+    command = [sys.executable, "-c", UNASKED, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert ": kept" not in done.stderr
+    found = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("*/*.json")}
     assert {"codecs", "waits", "bf16-mixed", "passes", "overhead_125M", "two_groups", "quality"} <= found.keys()
     ended = json.loads((tmp_path / "summary.json").read_text())
     assert {each["status"] for each in ended["ended"].values()} == {"done"}
@@ -94,9 +81,10 @@ def test_the_script_runs_on_a_pretended_device_and_does_nothing_twice(
     assert worst["extra_bytes_a_parameter"] > 0
     assert [run["method"] for run in found["quality"]["found"]["trainings"]] == ["worker groups", "DDP"]
     # Another device is another result.
-    monkeypatch.setattr(script, "do", lambda *_: Outcome("done", 0.0, {"device": "another"}))
-    script.main([*arguments, "--only", "codecs"])
-    assert "kept" not in capsys.readouterr().err
+    for device, kept in (("pretend", 1), ("another", 0)):
+        monkeypatch.setattr(script, "do", lambda *_, device=device: Outcome("done", 0.0, {"device": device}))
+        script.main([*arguments, "--only", "codecs"])
+        assert capsys.readouterr().err.count(": kept") == kept
 
 
 def test_without_time_everything_is_left_and_without_a_device_it_says_so(
@@ -110,20 +98,17 @@ def test_without_time_everything_is_left_and_without_a_device_it_says_so(
         assert "sees no CUDA device" in capsys.readouterr().err
 
 
-def failing(place: Place, rank: int, world_size: int) -> Found:
-    raise AssertionError("something is wrong")
-
-
-def hanging(place: Place, rank: int, world_size: int) -> Found:
-    time.sleep(60)
-    return {}
-
-
-def wanting(place: Place, rank: int, world_size: int) -> Found:
-    raise NotHere("there is none of these")
-
-
 def test_what_fails_hangs_or_cannot_be_had_is_told_and_spoils_nothing(tmp_path: Path) -> None:
+    def failing(place: Place, rank: int, world_size: int) -> Found:
+        raise AssertionError("something is wrong")
+
+    def hanging(place: Place, rank: int, world_size: int) -> Found:
+        time.sleep(60)
+        return {}
+
+    def wanting(place: Place, rank: int, world_size: int) -> Found:
+        raise NotHere("there is none of these")
+
     for run, status, reason in (
         (failing, "failed", "AssertionError: something is wrong"),
         (hanging, "timed out", "not over within 1 s"),

@@ -1,6 +1,5 @@
 """A contrastive encoder gathers its negatives over the worker group, with the gradients of DDP over the same ranks."""
 
-import logging
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 
 from tests import fits
 from tests.large.models import batch, wide
+from tests.large.test_first_round import warnings_of
 from tests.ranks import run_processes
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
@@ -41,12 +41,8 @@ class Contrastive(pl.LightningModule):
 
 def gradients(rank: int, world_size: int, strategy: Any, group: int, size: int) -> Any:
     """The gradients of every step on one rank, and what was said of gathering."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_sdiloco").addHandler(handler)
+    said, module = warnings_of(), Contrastive(seed=0)
     steps = [tuple(part.chunk(size)[rank % size] for part in batch(group, step)) for step in range(STEPS)]
-    module = Contrastive(seed=0)
     trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=STEPS)
     trainer.fit(module, torch.utils.data.DataLoader(steps, batch_size=None))  # type: ignore[arg-type]
     return module.gradients, [text for text in said if "all_gather" in text]

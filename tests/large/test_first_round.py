@@ -116,12 +116,12 @@ def fit(rank: int, model: Any, size: int = 1, strategy: Any = None, resume: Any 
     return trainer
 
 
-def warnings_of(logger: str = "lightning_sdiloco") -> list[str]:
+def warnings_of() -> list[str]:
     """A list to which this process adds what it warns of."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
+    logging.getLogger("lightning_sdiloco").addHandler(handler)
     return said
 
 

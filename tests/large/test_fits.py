@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_sdiloco
 from tests import fits
@@ -162,46 +160,3 @@ def test_a_file_system_without_room_ends_all_ranks_and_keeps_the_last_checkpoint
         assert all(told in error and "No space left on device" in error for error in errors.values())
         assert sorted(path.name for path in tmp_path.iterdir()) == ["step=3.ckpt", "step=3.ckpt.sdiloco"]
         assert not list(tmp_path.rglob("*.part"))
-
-
-class Stream(IterableDataset):  # type: ignore[type-arg]
-    """So many batches of a group in every epoch, without a length."""
-
-    def __init__(self, group: int, batches: int) -> None:
-        self.group, self.batches = group, batches
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return (batch(self.group, step) for step in range(self.batches))
-
-
-class Scheduled(Large):
-    """Counts the batches that it trains, and the learning rates of each."""
-
-    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        self.rates = [*getattr(self, "rates", []), self.trainer.optimizers[0].param_groups[0]["lr"]]
-        return super().training_step(parts, index)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = super().configure_optimizers()
-        return [optimizer], [{"scheduler": CosineAnnealingLR(optimizer, 300), "interval": "step"}]
-
-
-@pytest.mark.parametrize("lengths", [(20, 20), (20, 33)])
-def test_loaders_without_a_length_train_as_many_batches_as_max_steps_says(lengths: tuple[int, int]) -> None:
-    def function(rank: int, world_size: int) -> list[Any]:
-        told = []
-        for strategy in (["ddp"] if lengths[0] == lengths[1] else []) + ["streaming_diloco"]:
-            module = Scheduled(seed=rank)
-            trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=300, num_sanity_val_steps=0)
-            trainer.fit(module, DataLoader(Stream(rank, lengths[rank]), batch_size=None))
-            scheduler = trainer.lr_scheduler_configs[0].scheduler
-            told.append((trainer.global_step, trainer.current_epoch, scheduler.last_epoch, module.rates))
-        return told
-
-    ranks = run_processes(function, 2, timeout=150.0)
-    for rank, (*ddp, ours) in enumerate(ranks):
-        assert ours[:3] == (300, 300 // max(lengths) + (lengths == (20, 33)), 300)
-        # The other group trains the rest of each epoch, and one of 27 batches after nine of 33 is left.
-        trained = 300 if lengths[rank] == max(lengths) else lengths[rank] * 9 + 3
-        assert len(ours[3]) == trained
-        assert all(other == ours for other in ddp)

@@ -1,5 +1,9 @@
-"""Large models through every way to start processes: what comes back to the script is what rank 0 had."""
+"""Large models through every way to start processes: what comes back to the script is what rank 0 had.
 
+The script is this file, which keeps what can be read of a fit, and where.
+"""
+
+import argparse
 import os
 import shutil
 import signal
@@ -10,61 +14,71 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.large.models import same
+from lightning_sdiloco import StreamingDiLoCoStrategy
+from tests import fits
+from tests.large.models import Data, Large, same
 from tests.ranks import LAUNCHERS
+from tests.scripts import RANKS
 from tests.slurm import slurm
 
 TENSORS = {"wide": 8, "big": 6, "deep": 1000}
-KINDS = ("main", "rank")
 ROOT = Path(__file__).parents[2]
+SCRIPT = ("-m", "tests.large.test_large_launchers")
 # A fit takes about ten; on a busy machine each process needs many to import torch.
 SECONDS = 100.0
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(140)]
 
 
-def fitted(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> tuple[list[Any], list[Any]]:
-    """What is read after a fit by the script's own process or processes, and by each rank; no fit hangs for ever."""
-    # A short path: the forkserver's socket has a name there, of a hundred letters at most.
-    temporary = Path(tempfile.mkdtemp())
-    unknown = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    known = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS) and name not in unknown}
-    known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    known |= {"TMPDIR": str(temporary)}
-    script = subprocess.Popen(
-        [sys.executable, *launcher, "-m", "tests.large.fitting", f"--folder={folder}", *arguments],
-        env=known,
-        cwd=ROOT,
-        stdout=(folder / "printed").open("w"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        script.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        raise AssertionError(f"The fit hangs:\n{(folder / 'printed').read_text()}") from None
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-        script.wait()
-        left = list(temporary.glob("lightning_sdiloco-*"))
-        shutil.rmtree(temporary)
-    assert script.returncode == 0, (folder / "printed").read_text()
-    assert left == []
-    return kept(folder)
+def readable(trainer: Any, module: Any) -> dict[str, Any]:
+    """What users read of a fit, as plain containers and tensors."""
+    strategy = trainer.strategy
+    return {
+        "outer": strategy.outer_state_dict(),
+        "report": strategy.report(),
+        "fragments": [[list(fragment.names), list(fragment.sizes)] for fragment in strategy.fragments],
+        "launches": [list(strategy.schedule.launches(step)) for step in range(20)],
+        "model": {name: p.detach().clone() for name, p in module.named_parameters()},
+        "metrics": dict(trainer.callback_metrics),
+    }
 
 
-def kept(folder: Path) -> tuple[list[Any], list[Any]]:
-    """What the script's own processes, and the ranks, have left in a folder."""
-    read = {kind: [torch.load(p, weights_only=True) for p in sorted(folder.glob(f"{kind}-*.pt"))] for kind in KINDS}
-    return read["main"], read["rank"]
+class Keep(pl.Callback):
+    """Keeps what each rank reads in its own process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        torch.save(readable(trainer, module), self.folder / f"rank-{trainer.global_rank}.pt")
 
 
-def assert_trained(ranks: list[Any], count: int, tensors: int) -> None:
-    """Asserts that a model of real size was trained, and that all ranks read the same."""
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--start-method", default="popen")
+    parser.add_argument("--model", default="wide")
+    for name, default in {"metrics": 0, "groups": 2, "devices": 2, "nodes": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--folder", type=Path, required=True)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    pl.seed_everything(0)
+    settings: Any = {"sync_every": 4, "overlap_steps": 2, "fragments": "balanced", "start_method": args.start_method}
+    strategy, module = StreamingDiLoCoStrategy(args.groups, **settings), Large(args.model, args.metrics)
+    places = {"devices": args.devices, "num_nodes": args.nodes}
+    trainer = fits.trainer(strategy=strategy, max_steps=9, callbacks=[Keep(args.folder)], **places)
+    trainer.fit(module, Data())
+    torch.save(readable(trainer, module), args.folder / f"main-{trainer.global_rank}.pt")
+
+
+def require_alike(folder: Path, count: int, tensors: int) -> dict[str, Any]:
+    """A model of real size was trained, ranks read the same, and a script's own processes what they had as ranks."""
+    files = (sorted(folder.glob(f"{kind}-*.pt")) for kind in ("main", "rank"))
+    mains, ranks = ([torch.load(path, weights_only=True) for path in paths] for paths in files)
     assert len(ranks) == count
     assert len(ranks[0]["outer"]) >= tensors
     assert sum(values.numel() for values in ranks[0]["outer"].values()) >= 100_000
@@ -72,38 +86,51 @@ def assert_trained(ranks: list[Any], count: int, tensors: int) -> None:
     for rank in ranks:
         assert same(rank["outer"], ranks[0]["outer"])
         assert same(rank["model"], ranks[0]["outer"])
+    for main, rank in zip(mains, ranks, strict=len(mains) > 1):
+        for kind in ("outer", "model", "metrics"):
+            assert same(main[kind], rank[kind])
+        for kind in ("report", "fragments", "launches"):
+            assert main[kind] == rank[kind]
+    return mains[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("start_method", "model", "metrics", "groups"),
-    [("spawn", "big", 0, 2), ("fork", "big", 1200, 2), ("fork", "deep", 0, 3), ("forkserver", "big", 0, 2)],
-)
-def test_the_main_process_reads_what_rank_0_had(
-    start_method: str, model: str, metrics: int, groups: int, tmp_path: Path
-) -> None:
-    arguments = [f"--start-method={start_method}", f"--model={model}", f"--metrics={metrics}"]
-    (main,), ranks = fitted(tmp_path, *arguments, f"--groups={groups}", f"--devices={groups}")
-    assert_trained(ranks, groups, tensors=TENSORS[model])
-    for kind in ("outer", "model", "metrics"):
-        assert same(main[kind], ranks[0][kind])
-    for kind in ("report", "fragments", "launches"):
-        assert main[kind] == ranks[0][kind]
-    assert len(main["metrics"]) == 1 + metrics
-
-
-@pytest.mark.parametrize(
-    ("launcher", "model", "groups", "devices"),
+    ("launcher", "start_method", "model", "metrics", "groups", "devices"),
     [
-        ((), "big", 2, 4),
-        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "wide", 3, 3),
+        ((), "spawn", "big", 0, 2, 2),
+        ((), "fork", "big", 1200, 2, 2),
+        ((), "fork", "deep", 0, 3, 3),
+        ((), "forkserver", "big", 0, 2, 2),
+        ((), "popen", "big", 0, 2, 4),
+        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "popen", "wide", 0, 3, 3),
     ],
 )
-def test_ranks_that_are_scripts_of_their_own_read_the_same(
-    launcher: tuple[str, ...], model: str, groups: int, devices: int, tmp_path: Path
+def test_the_main_process_reads_what_its_rank_had(
+    launcher: tuple[str, ...], start_method: str, model: str, metrics: int, groups: int, devices: int, tmp_path: Path
 ) -> None:
-    mains, ranks = fitted(tmp_path, f"--model={model}", f"--groups={groups}", f"--devices={devices}", launcher=launcher)
-    assert_trained(ranks, devices, tensors=TENSORS[model])
-    assert_read_alike(mains, ranks)
+    told = {"start-method": start_method, "model": model, "metrics": metrics, "groups": groups, "devices": devices}
+    arguments = [f"--{name}={value}" for name, value in {**told, "folder": tmp_path}.items()]
+    # A short path: the forkserver's socket has a name there, of a hundred letters at most.
+    temporary = Path(tempfile.mkdtemp())
+    known = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
+    known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    with (tmp_path / "printed").open("w") as printed:
+        about: Any = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}
+        command = [sys.executable, *launcher, *SCRIPT, *arguments]
+        script = subprocess.Popen(command, env={**known, "TMPDIR": str(temporary)}, **about)
+    try:
+        code: int | str = script.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        code = "nothing: it hangs"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(script.pid, signal.SIGKILL)
+        script.wait()
+        left = list(temporary.glob("lightning_sdiloco-*"))
+        shutil.rmtree(temporary)
+    assert code == 0, (tmp_path / "printed").read_text()
+    assert left == []
+    assert len(require_alike(tmp_path, devices, TENSORS[model])["metrics"]) == 1 + metrics
 
 
 @pytest.mark.slurm
@@ -111,15 +138,10 @@ def test_ranks_that_are_scripts_of_their_own_read_the_same(
 def test_the_tasks_of_slurm_read_the_same(tmp_path: Path) -> None:
     # Not below pytest's folder, whose path is too long for a socket.
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder), nodes=2, cores=2) as cluster:
-        fit = [sys.executable, "-m", "tests.large.fitting", "--model=deep", "--nodes=2", "--devices=2", "--groups=2"]
+        fit = [sys.executable, *SCRIPT, "--model=deep", "--nodes=2", "--devices=2", "--groups=2"]
         cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", *fit, f"--folder={tmp_path}", cwd=ROOT)
-    mains, ranks = kept(tmp_path)
-    assert_trained(ranks, 4, tensors=1000)
-    assert_read_alike(mains, ranks)
+    require_alike(tmp_path, 4, tensors=1000)
 
 
-def assert_read_alike(mains: list[Any], ranks: list[Any]) -> None:
-    """Asserts that each script's own process reads what it had as a rank."""
-    for main, rank in zip(mains, ranks, strict=True):
-        assert same(main["outer"], rank["outer"])
-        assert main["report"] == rank["report"]
+if __name__ == "__main__":
+    main()
