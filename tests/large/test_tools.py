@@ -13,7 +13,7 @@ from lightning_sdiloco.tools.cli import main
 from tests import fits
 from tests.large.models import Data, Large, same
 from tests.ranks import run_processes
-from tests.tools.test_simulating import losses, real, simulated
+from tests.tools.test_simulate import losses, real, simulated
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(150)]
 

@@ -44,27 +44,26 @@ if __name__ == "__main__":
 """
 
 
-def launched(folder: Path, nodes: int, arguments: list[list[str]], **environment: str) -> str:
-    """Runs the script of the examples, on each machine with its arguments; returns what all print when all end well."""
+def launched(folder: Path, arguments: list[list[str]], script: list[str], **environment: str) -> str:
+    """Runs the script of the examples, on each machine with its arguments of Python; returns what all print."""
     folder.mkdir()
     shutil.copy(ROOT / "examples" / "launching" / "train.py", folder)
     (folder / "watched.py").write_text(SCRIPT)
+    nodes, log = len(arguments), folder / "all.log"
     known = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "LOCAL_RANK"))}
     known |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     # Otherwise processes that are restarted read in torchrun's store where those before them listened.
     known |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "wire" if nodes > 1 else "lo"}
-    processes, printed = [], folder / "all.log"
-    with two_sites() if nodes > 1 else nullcontext([""]) as sites, printed.open("a") as log:
+    known |= environment
+    processes = []
+    with two_sites() if nodes > 1 else nullcontext([""]) as sites, log.open("a") as printed:
         for node, (site, own) in enumerate(zip(sites, arguments, strict=True)):
-            script = ["watched.py", f"--num-nodes={nodes}", "--devices=2", *own[own.index("--") + 1 :]]
+            command = [sys.executable, *own, "watched.py", f"--num-nodes={nodes}", "--devices=2", *script]
+            entered = (lambda site=site: enter(site)) if site else None  # type: ignore[misc]
+            place = {**known, "NODE_RANK": str(node)}
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, *own[: own.index("--")], *script],
-                    cwd=folder,
-                    env=known | environment | {"NODE_RANK": str(node)},
-                    preexec_fn=(lambda site=site: enter(site)) if site else None,  # type: ignore[misc]
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
+                    command, cwd=folder, env=place, preexec_fn=entered, stdout=printed, stderr=subprocess.STDOUT
                 )
             )
         try:
@@ -73,8 +72,8 @@ def launched(folder: Path, nodes: int, arguments: list[list[str]], **environment
             for process in processes:
                 process.kill()
                 process.wait()
-    assert codes == [0] * nodes, printed.read_text()
-    return printed.read_text()
+    assert codes == [0] * nodes, log.read_text()
+    return log.read_text()
 
 
 def assert_alike(count: int, *folders: Path) -> None:
@@ -90,15 +89,13 @@ def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank
     nodes: int, tmp_path: Path
 ) -> None:
     torchrun = ["-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc-per-node=2", "--max-restarts=3"]
-    if nodes == 1:
-        own = [["--standalone"]]
-    else:
-        meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
-        # The host names of these machines do not tell their addresses.
-        own = [[*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)]
-    arguments = [[*torchrun, *of_node, "--", "--steps=160", "--resume=last"] for of_node in own]
-    launched(tmp_path / "through", nodes, arguments)
-    text = launched(tmp_path / "killed", nodes, arguments, KILL="1")
+    meet = ["--rdzv-backend=c10d", "--rdzv-endpoint=10.79.0.1:29400"]
+    # The host names of these machines do not tell their addresses.
+    own = [[*meet, f"--local-addr=10.79.0.{n}", f"--rdzv-conf=is_host={int(n == 1)}"] for n in (1, 2)]
+    arguments = [[*torchrun, *of_node] for of_node in (own if nodes > 1 else [["--standalone"]])]
+    steps = ["--steps=160", "--resume=last"]
+    launched(tmp_path / "through", arguments, steps)
+    text = launched(tmp_path / "killed", arguments, steps, KILL="1")
     assert (tmp_path / "killed" / "killed").exists()
     for step in (0, 100):
         assert f"2 worker groups of {nodes}, from step {step}" in text
@@ -108,6 +105,6 @@ def test_a_run_that_torchrun_restarts_ends_with_the_bits_of_one_in_which_no_rank
 @pytest.mark.network
 def test_lightning_launches_a_run_on_two_machines(tmp_path: Path) -> None:
     meeting = {"MASTER_ADDR": "10.79.0.1", "MASTER_PORT": "29500"}
-    text = launched(tmp_path / "run", 2, [["--", "--steps=60"]] * 2, **meeting)
+    text = launched(tmp_path / "run", [[], []], ["--steps=60"], **meeting)
     assert "2 worker groups of 2, from step 0" in text
     assert_alike(4, tmp_path / "run")

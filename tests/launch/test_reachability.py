@@ -41,9 +41,8 @@ def loopback() -> str:
 
 
 def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvous:
-    return rendezvous_at(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, timedelta(0, seconds)
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return rendezvous_at(address, port, rank, world_size, timedelta(0, seconds))
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -96,7 +95,7 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them() -> None
         assert re.search("Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", text)
 
 
-def test_an_address_at_which_there_is_no_store_is_given_up_long_before_the_timeout() -> None:
+def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> None:
     # What docs/launching.md promises.
     assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
     told = error_of(lambda: wait_for_store("no-such-host.invalid", 29500, 3, HOUR, patience=0.2))
@@ -105,30 +104,28 @@ def test_an_address_at_which_there_is_no_store_is_given_up_long_before_the_timeo
         with listening(program) as port:
             told = error_of(lambda port=port: wait_for_store("127.0.0.1", port, 1, HOUR, patience=0.2))  # type: ignore[misc]
             assert f"127.0.0.1:{port} answers, but is no torch TCPStore (it says nothing)" in told
-
-
-@pytest.mark.parametrize("use_libuv", [True, False])
-def test_a_store_that_is_not_up_yet_is_waited_for(use_libuv: bool) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-        told = error_of(lambda: wait_for_store("127.0.0.1", port, 1, timedelta(seconds=0.3), patience=0.1))
-        assert "nobody listened there within 0.3 s" in told
-    stores: list[Any] = []
-    choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
-    later = threading.Timer(0.3, lambda: stores.append(TCPStore("127.0.0.1", port, **choices)))  # type: ignore[arg-type]
-    later.start()
-    wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
-    later.join()
-    assert stores[0].num_keys() == 0
+    for use_libuv in (True, False):
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            port = closed.getsockname()[1]
+            told = error_of(
+                lambda port=port: wait_for_store("127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
+            )  # type: ignore[misc]
+            assert "nobody listened there within 0.2 s" in told
+        stores: list[Any] = []
+        choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
+        later = threading.Timer(0.3, lambda p=port, c=choices, s=stores: s.append(TCPStore("127.0.0.1", p, **c)))  # type: ignore[misc]
+        later.start()
+        wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
+        later.join()
+        assert stores[0].num_keys() == 0
 
 
 def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_once() -> None:
+    another = "is no torch TCPStore (it says {}): another program listens there"
+    http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
     cases = {
-        ("http", 0): "is no torch TCPStore (it says '<!DOCTYPE HTML>'): another program listens there",
-        ("http", 1): "is no torch TCPStore (it says '<!DOCTYPE HTML>'): another program listens there",
-        ("ssh", 0): "is no torch TCPStore (it says 'SSH-2.0-OpenSSH_9.6'): another program listens there",
-        ("ssh", 1): "is no torch TCPStore (it says 'SSH-2.0-OpenSSH_9.6'): another program listens there",
+        **{("http", 0): http, ("http", 1): http, ("ssh", 0): ssh, ("ssh", 1): ssh},
         ("silent", 0): "answers, but is no torch TCPStore (it says nothing)",
         ("store", 0): "is taken by another training",
     }

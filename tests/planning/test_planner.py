@@ -1,7 +1,6 @@
 """The planner against the engine's own counts and tensors, and against its model of time stepped through plainly."""
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -63,18 +62,23 @@ def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> 
 # Bytes
 
 
-@pytest.mark.parametrize("groups", [2, 3])
-def test_the_bytes_of_a_run_are_those_that_the_engine_counts(groups: int) -> None:
+def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
     choices: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": LAYERS}
-    for compression in ("fp32", "bf16", "fp4", "sparse"):
+    wrong = {}
+    for compression, groups in (("fp32", 2), ("bf16", 3), ("fp4", 2), ("fp4", 3), ("sparse", 3)):
         for warmup_steps, steps in ((0, 23), (4, 23), (4, 4), (4, 3)):
             own = {**choices, "compression": compression, "warmup_steps": warmup_steps}
             models = [mlp() for _ in range(groups)]
             simulated = SimulatedGroups(models, **own)
             train(simulated, models, steps)
             simulated.finish()
-            planned = Streaming(Model.of_parameters(trainable(mlp())), Settings(**own), Groups(1.0, groups))
-            assert planned.bytes_in(steps) == simulated.engines[0].report()["bytes_sent"], own
+            planned = Streaming(Model.of_parameters(trainable(mlp())), Settings(**own), Groups(1.0, groups)).bytes_in(
+                steps
+            )
+            sent = simulated.engines[0].report()["bytes_sent"]
+            if planned != sent:
+                wrong[compression, groups, warmup_steps, steps] = planned, sent
+    assert wrong == {}
 
 
 def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:
@@ -83,9 +87,8 @@ def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together()
     def run(rank: int, world_size: int) -> float:
         return float(fit(rank, world_size, 2, 16, choices)["report"]["bytes_sent"])
 
-    planned = Streaming(
-        Model.of_parameters(trainable(module())), Settings(**choices), Groups(1.0, groups=2, group_size=2)
-    )
+    groups = Groups(1.0, groups=2, group_size=2)
+    planned = Streaming(Model.of_parameters(trainable(module())), Settings(**choices), groups)
     sent = run_processes(run, 4)
     assert sent[0] + sent[1] == sent[2] + sent[3] == planned.bytes_in(16)
 
@@ -260,15 +263,17 @@ def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
     assert predict(method, Link(1.0, round_trip=0.1), steps=1).gbit_s_for == dict.fromkeys(map(str, TARGETS))
 
 
-def test_held_memory_is_that_of_the_engines_tensors() -> None:
-    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": LAYERS, "compression": "fp32"}
-    choices |= {"outer_optimizer": OuterOptimizer(offload=False), "mixing": 0.2}
+def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them() -> None:
+    plain: dict[str, Any] = {"fragments": "strided:1", "compression": "fp32"}
+    kept = OuterOptimizer(offload=False)
+    choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "compression": "fp32", "outer_optimizer": kept}
+    choices |= {"fragments": LAYERS, "mixing": 0.2}
     models = [mlp(), mlp()]
     simulated = SimulatedGroups(models, **choices)
     train(simulated, models, steps=12)
     saved = simulated.engines[0].state_dict()["fragments"]
-    kept = [value for state in saved for value in (state["outer"], *state["state"].values())]
-    held = sum(tensor.nbytes for tensor in kept if isinstance(tensor, torch.Tensor))
+    values = [value for state in saved for value in (state["outer"], *state["state"].values())]
+    held = sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
     method = Streaming(Model.of_parameters(trainable(mlp())), Settings(**choices), Groups(1.0))
     largest = max(method.numels)
     # Beside it at the worst moment: what a flight of the largest fragment holds, and what the background does with it.
@@ -276,73 +281,35 @@ def test_held_memory_is_that_of_the_engines_tensors() -> None:
     assert method.memory.host_bytes == 2 * (48 + 4 * largest)
     assert method.memory.evaluation_bytes == sum(p.nbytes for p in mlp().parameters())
 
-
-def test_a_fragment_that_is_launched_where_another_lands_is_held_beside_it() -> None:
-    model, groups = Model.of_size(4_000, layers=4), Groups(1.0)
-    # One launch after every inner step, and each lands behind the next.
-    chosen = Settings(
-        sync_every=4,
-        overlap_steps=1,
-        fragments="strided:1",
-        compression="fp32",
-        outer_optimizer=OuterOptimizer(offload=False),
-    )
+    # One launch after every inner step, and each lands behind the next: both are held.
+    behind = Settings(sync_every=4, overlap_steps=1, **plain, outer_optimizer=kept)
     held, flying, in_lane = 4_000 * 8, 2 * (12_000 + 2 * 4_048), 4_048 + 8_000
-    assert Streaming(model, chosen, groups).memory.device_bytes == held + flying + in_lane
+    four = Streaming(Model.of_size(4_000, layers=4), behind, Groups(1.0))
+    assert four.memory.device_bytes == held + flying + in_lane
 
-
-def test_offloaded_the_device_holds_what_is_in_flight_and_the_host_the_rest() -> None:
-    choices: dict[str, Any] = {"sync_every": 100, "overlap_steps": 5, "fragments": "strided:1", "compression": "fp32"}
+    large = Model.of_size(24_000_000, layers=24)
     on_device, on_host = (
-        Streaming(
-            Model.of_size(24_000_000, layers=24),
-            Settings(**choices, outer_optimizer=OuterOptimizer(offload=offload)),
-            Groups(1.0),
-        ).memory
+        Streaming(large, Settings(**plain, outer_optimizer=OuterOptimizer(offload=offload)), Groups(1.0)).memory
         for offload in (False, "auto")
     )
     assert on_device.device_bytes - on_host.device_bytes == 8 * (24_000_000 - 1_000_000)
     assert on_host.host_bytes - on_device.host_bytes == 8 * (24_000_000 + 2_000_000), "and what two flights bring"
 
 
-def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link() -> None:
+def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> None:
     model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1), Link(1.0)
+    every = list(candidates())
     chosen, slower = recommend(model, groups, link).settings, Link(MARGIN)
-    enough = [Streaming(model, one, groups).utilisation(slower) >= TARGET for one in candidates()]
-    assert enough.index(True) == list(candidates()).index(chosen) > 0
-    assert recommend(model, groups, Link(1000.0)).settings == next(iter(candidates()))
-    assert max(candidate.sync_every for candidate in candidates()) == LARGEST_SYNC_EVERY
-
-
-def test_where_no_candidate_suffices_the_plan_takes_one_that_comes_close() -> None:
-    model, groups, link = Model.of_size(10**9, layers=24), Groups(0.01), Link(0.1)
-    planned = plan(model, Settings(), groups, link, steps=100).recommendation
-    best = max(Streaming(model, one, groups).utilisation(Link(MARGIN * 0.1)) for one in candidates())
+    assert every.index(chosen) > 0
+    for one in (chosen, *every[: every.index(chosen)]):
+        assert (Streaming(model, one, groups).utilisation(slower) >= TARGET) == (one is chosen)
+    assert recommend(model, groups, Link(1000.0)).settings == every[0]
+    assert max(candidate.sync_every for candidate in every) == LARGEST_SYNC_EVERY
+    groups = Groups(0.01)
+    planned = plan(model, Settings(), groups, Link(0.1), steps=100).recommendation
+    best = max(Streaming(model, one, groups).utilisation(Link(MARGIN * 0.1)) for one in every)
     assert best < TARGET
     assert best / 1.01 <= planned.utilisation_with_margin <= best
-
-
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: Link(0), "bandwidth=0 is out of range: it must be a positive number of Gbit/s"),
-    (lambda: Link(1, round_trip=50), "50 ms is 0.05"),
-    (lambda: Link(1, loss=1), "loss=1 is out of range"),
-    (lambda: Groups(0), "step_time=0 is out of range"),
-    (lambda: Groups(1, groups=1), "at least 2, or nothing travels"),
-    (lambda: Groups(1, group_size=0), "group_size=0 is out of range"),
-    (lambda: Groups(1, memory_rate=0), "memory_rate=0 is out of range"),
-    (lambda: Model.of_size(10, layers=0), "layers=0 is out of range"),
-    (lambda: Model.of_size(3, layers=4), "params=3 is out of range"),
-    (lambda: Model.of_parameters(trainable(nn.Flatten())).fragments(Settings()), "no trainable parameters"),
-]
-
-
-def test_what_cannot_be_is_refused() -> None:
-    for make, words in REFUSED:
-        with pytest.raises(ValueError, match=re.escape(words)):
-            make()
-
-
-# Through a hub
 
 
 def test_a_flight_through_a_hub_goes_up_once_and_those_of_all_others_come_down() -> None:

@@ -1,23 +1,20 @@
 """The doctor: how it learns its rank, what it finds, and that it runs where training would."""
 
-import contextlib
-import io
 import json
 import os
-from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from lightning_sdiloco.launch import reachability
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.launch.rendezvous import warn_of_shared_store
-from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.doctor import Examined, Launch, MeasuredLink, describe, detect_launch, findings
-from tests.ranks import LAUNCHERS, run_processes
+from tests.ranks import run_processes
 from tests.strangers import listening
+from tests.tools.command import Ran, ran
 
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 SRUN = {
     "SLURM_PROCID": "5",
@@ -29,19 +26,7 @@ SRUN = {
 }
 BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
 
-
-def set_environment(monkeypatch: pytest.MonkeyPatch, values: Mapping[str, str]) -> None:
-    for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in OURS]:
-        monkeypatch.delenv(name)
-    for name in OURS:  # Lightning sets some of them by itself: they go when the test ends
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-
-
 # How it was launched
-
 
 LAUNCHED = [
     (TORCHRUN, None, Launch(5, 8, 2, "a", 29500)),
@@ -58,24 +43,22 @@ LAUNCHED = [
 ]
 
 
-def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_learns_its_rank_from_its_launcher_or_is_told_what_to_do() -> None:
     for values, num_nodes, launch in LAUNCHED:
-        set_environment(monkeypatch, values)
-        if isinstance(launch, Launch):
-            assert detect_launch(num_nodes) == launch
-        else:
-            with pytest.raises(ValueError, match=launch):
-                detect_launch(num_nodes)
+        with patch.dict(os.environ, values, clear=True):
+            if isinstance(launch, Launch):
+                assert detect_launch(num_nodes) == launch
+            else:
+                with pytest.raises(ValueError, match=launch):
+                    detect_launch(num_nodes)
 
 
-def test_torchrun_is_told_what_it_needs_to_restart_processes(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_torchrun_is_told_what_it_needs_to_restart_processes(caplog: pytest.LogCaptureFixture) -> None:
     for lent, restarts, rank in (("True", "0", 0), ("False", "3", 0), ("True", "3", 1), ("True", "3", 0)):
         assert not caplog.text
         values = {"TORCHELASTIC_USE_AGENT_STORE": lent, "TORCHELASTIC_MAX_RESTARTS": restarts}
-        set_environment(monkeypatch, values)
-        warn_of_shared_store(rank)
+        with patch.dict(os.environ, values, clear=True):
+            warn_of_shared_store(rank)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
@@ -159,73 +142,46 @@ def test_what_is_wrong_or_slow_is_told_with_what_to_do() -> None:
 # Running
 
 
-def printed(*arguments: str) -> tuple[str, Any]:
-    """What it prints, and with which code it ends."""
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        try:
-            main(["doctor", "--seconds=0.2", *arguments])
-        except SystemExit as ended:
-            return output.getvalue(), ended.code
-    return output.getvalue(), 0
+def doctored(rank: int, world_size: int, *arguments: str) -> Ran:
+    return ran("doctor", "--seconds=0.2", *arguments)
 
 
 def test_rank_0_prints_one_table() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        return printed("--worker-groups=2")
-
-    (table, code), *others = run_processes(run, 4)
+    (table, _, code), *others = run_processes(doctored, 4, "--worker-groups=2")
     assert code == 0
-    assert others == [("", 0)] * 3
+    assert others == [("", "", 0)] * 3
     assert table.count("sdiloco doctor") == 1
     for told in ("reachability", "round trip 0 -> 1", "bandwidth 0 -> 1", "bandwidth 1 -> 0", "torch"):
         assert told in table
 
 
-def test_a_rank_that_cannot_be_reached_is_found_and_told_as_json() -> None:
-    def run(rank: int, world_size: int) -> Any:
+def test_what_hinders_ranks_is_found_and_told() -> None:
+    def unreachable(rank: int, world_size: int) -> Ran:
+        listen = reachability.Listener.__init__
+
+        def then_close(self: Any, *args: Any) -> None:
+            listen(self, *args)
+            self.close()
+
         if rank == 1:
-            listen = reachability.Listener.__init__
-
-            def then_close(self: Any, *args: Any) -> None:
-                listen(self, *args)
-                self.close()
-
             reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
-        return printed("--json")
+        return doctored(rank, world_size, "--json")
 
-    (text, code), other = run_processes(run, 2)
+    (text, _, code), other = run_processes(unreachable, 2)
     told = json.loads(text)
-    assert (code, other) == (1, ("", 0))
-    assert told["ok"] is False
+    assert (code, other, told["ok"]) == (1, ("", "", 0), False)
     assert [(connection["source"], connection["target"]) for connection in told["unreachable"]] == [(0, 1)]
     assert [rank["worker_group"] for rank in told["ranks"]] == [0, 1]
 
+    absent, _ = run_processes(lambda rank, _: None if rank else doctored(0, 2, "--wait=1"), 2)
+    assert absent.code == 2
+    assert "Rank 1 did not come to 127.0.0.1:" in absent.err
 
-def test_ranks_that_do_not_come_are_named() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        if rank == 1:
-            return None
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            _, code = printed("--wait=1")
-        return errors.getvalue(), code
-
-    (text, code), _ = run_processes(run, 2)
-    assert code == 2
-    assert "Rank 1 did not come to 127.0.0.1:" in text
-
-
-def test_a_program_that_is_no_store_is_named() -> None:
-    def run(rank: int, world_size: int, port: int) -> Any:
+    def elsewhere(rank: int, world_size: int, port: int) -> Ran:
         os.environ["MASTER_PORT"] = str(port)
-        errors = io.StringIO()
-        with contextlib.redirect_stderr(errors):
-            _, code = printed("--wait=600")
-        return errors.getvalue(), code
+        return doctored(rank, world_size, "--wait=600")
 
     with listening("http") as port:
-        ranks = run_processes(run, 2, port, timeout=30)
-    for text, code in ranks:
-        assert code == 2
-        assert f"127.0.0.1:{port} answers, but is no torch TCPStore" in text
+        for _, text, code in run_processes(elsewhere, 2, port, timeout=30):
+            assert code == 2
+            assert f"127.0.0.1:{port} answers, but is no torch TCPStore" in text

@@ -4,15 +4,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from lightning_sdiloco.planning import Absence
-from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.simulate.command import with_gaps
 from lightning_sdiloco.tools.simulate.groups import Configuration
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
-from tests.tools.test_simulating import write
+from tests.tools.command import told
+from tests.tools.test_simulate import write
 
 STEPS, BATCH = 24, 5
 
@@ -72,14 +71,13 @@ def test_the_terms_and_the_quorum_are_those_of_the_configuration(tmp_path: Path)
     assert run.sites[2].late > 0
 
 
-def test_the_command_tells_each_site_the_same_every_time(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file, told = write(tmp_path, max_steps=12, limit_val_batches=0), []
+def test_the_command_tells_each_site_the_same_every_time(tmp_path: Path) -> None:
+    file, found = write(tmp_path, max_steps=12, limit_val_batches=0), []
     args = [f"--config={file}", "--sites=2", "--step-time=0.1", "--bandwidth=0.001", "--speeds=1,0.5"]
     for name in ("one", "other"):
-        main(["simulate", *args, f"--json={tmp_path / name}"])
-        told.append((capsys.readouterr().out, (tmp_path / name).read_text()))
-    assert told[0] == told[1]
-    text, sites = told[0][0], json.loads(told[0][1])["sites"]
+        found.append((told("simulate", *args, f"--json={tmp_path / name}"), (tmp_path / name).read_text()))
+    assert found[0] == found[1]
+    text, sites = found[0][0], json.loads(found[0][1])["sites"]
     assert "2 sites, 74 parameters in 2 fragments" in text
     assert "grace=10 s, lease=10 s, quorum=1" in text
     assert [len(site["losses"]) for site in sites] == [12, 12]

@@ -1,0 +1,347 @@
+"""``sdiloco simulate``: groups with a Trainer each have the losses of real processes, and what is told of them."""
+
+import importlib
+import json
+import os
+import random
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lightning_sdiloco.algorithm.config import Settings, recommended
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
+from lightning_sdiloco.compression import resolve
+from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.planning.workload import Model
+from lightning_sdiloco.tools.simulate.groups import Configuration, Run, check, run
+from lightning_sdiloco.tools.simulate.threads import Turns
+from tests.ranks import run_processes
+from tests.simulated import Net
+from tests.tools import command
+from tests.tools.command import not_refused_with
+
+OURS = {
+    "lightning.pytorch": ("lightning_sdiloco.StreamingDiLoCoStrategy", "Net", "Data"),
+    "pytorch_lightning": ("lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy", "OtherNet", "OtherData"),
+}
+ARGUMENTS = "trainer.strategy.init_args"
+CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
+LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
+
+
+def write(folder: Path, distribution: str = "lightning.pytorch", **trainer: Any) -> str:
+    """The file of a LightningCLI."""
+    strategy, net, data = OURS[distribution]
+    own = {"accelerator": "cpu", "max_steps": 30, "strategy": {"class_path": strategy, "init_args": CHOICES}}
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    config = {
+        "seed_everything": 3,
+        "trainer": {**own, **off, **trainer},
+        "model": {"class_path": f"tests.simulated.{net}"},
+        "data": {"class_path": f"tests.simulated.{data}"},
+    }
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return str(file)
+
+
+def simulated(file: str, groups: int = 2, *arguments: str, **choices: Any) -> Run:
+    return run(Configuration((file,), arguments), groups, choices)
+
+
+def losses(result: Run) -> list[list[float]]:
+    return [group.losses for group in result.groups]
+
+
+def told(folder: Path, *args: str) -> dict[str, Any]:
+    """The JSON that the command writes, and the text that it prints."""
+    text = command.told("simulate", f"--config={write(folder)}", f"--json={folder / 'told.json'}", *args)
+    return {**json.loads((folder / "told.json").read_text()), "text": text}
+
+
+# The same as real processes
+
+
+def real(rank: int, world_size: int, distribution: str, arguments: list[str]) -> dict[str, Any]:
+    """Fits in this process, one of several, as a script with a LightningCLI would."""
+    package = importlib.import_module(distribution)
+    found: dict[str, Any] = {"losses": [], "validations": []}
+
+    class Losses(package.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
+            found["losses"].append(float(outputs["loss"]))
+
+        def on_validation_end(self, trainer: Any, module: Any) -> None:
+            if not trainer.sanity_checking:
+                found["validations"].append(float(trainer.callback_metrics["val_loss"]))
+
+    cli = importlib.import_module(f"{distribution}.cli").LightningCLI(
+        args=["fit", *arguments, f"--trainer.devices={world_size}"],
+        trainer_defaults={"callbacks": [Losses()]},
+        save_config_callback=None,
+    )
+    return {**found, "outer": cli.trainer.strategy.outer_state_dict(), "report": cli.trainer.strategy.report()}
+
+
+@pytest.mark.parametrize(
+    ("distribution", "groups", "compression", "trainer"),
+    [
+        ("lightning.pytorch", 3, "fp4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("pytorch_lightning", 2, "fp32", {"precision": "bf16-mixed"}),
+    ],
+)
+def test_the_simulator_gives_the_losses_of_real_processes(
+    distribution: str, groups: int, compression: str, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write(tmp_path, distribution, **trainer)
+    arguments = [f"--config={file}", f"--trainer.strategy.init_args.compression={compression}"]
+    expected = run_processes(real, groups, distribution, arguments)
+    result = simulated(file, groups, compression=compression)
+    assert losses(result) == [rank["losses"] for rank in expected]
+    assert len({tuple(group.losses) for group in result.groups}) == groups, "each has its own part of the data"
+    for rank, group in zip(expected, result.groups, strict=True):
+        assert group.bytes_sent == rank["report"]["bytes_sent"] > 0
+        assert group.inner_steps == 30
+        assert all(torch.equal(result.outer[name], values) for name, values in rank["outer"].items())
+    logged = [validation.metrics["val_loss"] for validation in result.validations]
+    assert logged == pytest.approx(expected[0]["validations"], rel=1e-6)
+    assert len(logged) > 0
+
+
+def test_the_demo_fits_as_its_own_command_line_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.syspath_prepend(str(examples))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = importlib.import_module("pretrain_text")
+    small = ("model.layers=1", "model.width=16", "model.heads=2", "data.context=16", "trainer.max_steps=6")
+    off = ("trainer.enable_checkpointing=false", "trainer.limit_val_batches=0", "trainer.logger=false")
+    # torch has Muon since 2.9.
+    for more in ((), ("muon",))[: 1 + hasattr(torch.optim, "Muon")]:
+        files = tuple(str(examples / "configs" / f"{name}.yaml") for name in ("base", "streaming_fp4", *more))
+        own = (script.PretrainCLI, script.ByteGPT, script.StandardLibraryText)
+        result = run(Configuration(files, (*small, *off), *own), 2, {"sync_every": 3, "overlap_steps": 1})
+        assert [group.inner_steps for group in result.groups] == [6, 6]
+        assert all(loss > 3 for group in result.groups for loss in group.losses)
+
+
+def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trains_by_hand(tmp_path: Path) -> None:
+    # The last ten batches of both groups are all the data, which the last validation sees too.
+    file = write(tmp_path, max_steps=20)
+    result = simulated(file, 2, "data.length=100", sync_every=5, overlap_steps=0)
+    assert result.validations[-1].step == 20
+    assert result.outer_loss == pytest.approx(result.validations[-1].metrics["val_loss"])
+    by_hand = simulated(file, 2, "model.class_path=tests.simulated.ByHand")
+    assert (by_hand.outer_loss, len(by_hand.groups[0].losses)) == (None, 20)
+
+
+def test_a_configuration_without_arguments_of_the_strategy_takes_the_defaults(tmp_path: Path) -> None:
+    for strategy in ("auto", "streaming_diloco", "streaming_diloco_ddp_fork"):
+        arguments = check(Configuration((write(tmp_path, strategy=strategy),)), 2, {"overlap_steps": 3})
+        assert (arguments.get("sync_every", 100), arguments["overlap_steps"]) == (100, 3)
+
+
+def test_a_simulated_run_is_resumed_exactly(tmp_path: Path) -> None:
+    folder = {"dirpath": str(tmp_path), "save_top_k": -1}
+    checkpoint = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": folder}
+    file = write(tmp_path, enable_checkpointing=True, callbacks=[checkpoint], max_steps=-1, max_epochs=2)
+    whole = simulated(file)
+    resumed = simulated(file, 2, f"ckpt_path={tmp_path / 'epoch=0-step=12.ckpt'}")
+    # Twelve batches make an epoch, and with the twelfth a fragment is launched.
+    assert losses(resumed) == [group.losses[12:] for group in whole.groups]
+    assert all(torch.equal(resumed.outer[name], values) for name, values in whole.outer.items())
+
+
+def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    environment, threads = dict(os.environ), threading.active_count()
+    torch.manual_seed(11)
+    random.seed(12)
+    expected = torch.get_rng_state(), random.getstate()
+    file = write(tmp_path, max_steps=12)
+    result = simulated(file, 3, sync_every=10, compression="bf16", outer_lr=0.7)
+    assert (result.settings.sync_every, result.settings.compression, result.settings.outer_lr) == (10, "bf16", 0.7)
+    assert (result.settings.overlap_steps, len(result.groups)) == (2, 3)
+    with pytest.raises(RuntimeError, match="the data of this group is broken"):
+        simulated(file, 3, "model.fails_in_group=1")
+    with pytest.raises(ValueError, match="trains nothing"):
+        simulated(file, 2, "trainer.max_steps=0")
+    assert torch.equal(torch.get_rng_state(), expected[0])
+    assert random.getstate() == expected[1]
+    assert dict(os.environ) == environment
+    assert threading.active_count() == threads
+
+
+# Threads that take turns
+
+
+def test_groups_that_wait_for_different_things_are_told_at_once() -> None:
+    turns: Turns[None] = Turns(2)
+    with pytest.raises(RuntimeError, match="wait for others that wait for something else or have ended: 0"):
+        turns.run([lambda: turns.until(lambda: False), lambda: None])
+
+
+def test_the_clock_of_a_thread_stands_still_while_others_run() -> None:
+    turns: Turns[float] = Turns(2)
+    done = []
+
+    def timed(work: Any) -> float:
+        started = turns.seconds()
+        work()
+        return turns.seconds() - started
+
+    def second() -> None:
+        threading.Event().wait(0.2)
+        done.append(True)
+
+    waited, worked = turns.run([lambda: timed(lambda: turns.until(lambda: bool(done))), lambda: timed(second)])
+    assert waited < 0.1 < 0.2 <= worked
+
+
+# What the command tells
+
+
+def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
+    answer = told(tmp_path, *LINK, "--set=trainer.max_steps=12", "--absence=1:1-4000")
+    text = answer["text"]
+    assert "2 worker groups, 12 inner steps each, 74 parameters" in text
+    chosen = recommended()
+    assert f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}" in text
+    assert f", outer_momentum={chosen.outer_momentum}" in text
+    assert len([line for line in text.splitlines() if line[:2].strip() in ("0", "1")]) == 2
+    assert "Outer model: loss " in text
+    assert "val_loss" in text
+    assert "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:" in text
+    assert "DDP over all groups" in text
+    assert "longer than timeout: a real run would end with an ExchangeError" in " ".join(text.split())
+    assert max(map(len, text.splitlines()[:-1])) <= 120
+    (only,) = answer["runs"]
+    assert ([len(losses) for losses in only["losses"]], only["inner_steps"]) == ([12, 12], [12, 12])
+    # Two fragments were launched after 6, 9 and 12 inner steps, and once more at the end.
+    sizes = list(Model.of_parameters(trainable(Net())).fragments(Settings(fragments="strided:1")))
+    launches = [("fp4", 0), ("fp4", 1), ("fp4", 0), ("fp32", 0), ("fp32", 1)]
+    payload = sum(resolve(code).wire_bytes(sizes[fragment]) + CONTROL_BYTES for code, fragment in launches)
+    assert payload <= only["bytes_sent"][0] <= payload + 5 * 2 * 8 * 4, "and buffers of BatchNorm"
+    assert answer["circumstances"]["link"] == {"gbit_s": 0.001, "round_trip": 0.05, "loss": 0.0}
+
+
+def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None:
+    (even,) = told(tmp_path, *LINK)["runs"]
+    (uneven,) = told(tmp_path, *LINK, "--speeds=1,0.5", "--absence=0:1-3")["runs"]
+    assert even["losses"] == uneven["losses"]
+    assert even["prediction"]["seconds"] > 30 * 0.1
+    # Half as fast; a part of the absence of the other falls into the time that it waits anyway.
+    assert 3 < uneven["prediction"]["seconds"] - even["prediction"]["seconds"] < 3 + 1.5
+    # Three seconds of training; of the two of absence, some may be a wait as well.
+    rest = uneven["prediction"]["seconds"] - 3
+    assert rest - 2 - 0.1 < uneven["prediction"]["waited"][0] < rest
+    assert uneven["prediction"]["ddp_seconds"] > even["prediction"]["ddp_seconds"] + 3
+    # Nobody waits for a group whose loader is paced: from the first landing on it trains every other inner step.
+    paced = ["--set=data.paced=true", "--set=trainer.max_steps=60", "--set=trainer.max_epochs=-1"]
+    (run_,) = told(tmp_path, *paced, *LINK, "--speeds=1,0.5")["runs"]
+    first, second = run_["losses"]
+    assert len(first) == 60
+    assert 30 < len(second) < 38
+    assert run_["prediction"]["seconds"] < 60 * 0.1 + 1.5
+
+
+def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(tmp_path: Path) -> None:
+    sweeps = ["--sweep=groups=2,3", "--sweep=sync_every=5,10", "--sweep=compression=fp4", "--set=trainer.max_steps=12"]
+    # In the first round a validation takes an exchange of its own.
+    picture = [f"--picture={tmp_path / 'sweep.png'}"] if find_spec("matplotlib") else []
+    answer = told(tmp_path, *sweeps, "--set=trainer.limit_val_batches=0", *picture)
+    every = [(2, 5), (2, 10), (3, 5), (3, 10)]
+    assert [(one["groups"], one["choices"]["sync_every"]) for one in answer["runs"]] == every
+    assert [(len(one["losses"]), int(one["settings"]["sync_every"])) for one in answer["runs"]] == every
+    rows = [line.split()[:3] for line in answer["text"].splitlines() if "fp4" in line]
+    assert rows == [[str(groups), str(sync_every), "fp4"] for groups, sync_every in every]
+    assert "redicted" not in answer["text"], "without a link"
+    bytes_sent = [one["bytes_sent"][0] for one in answer["runs"]]
+    assert bytes_sent[0] > bytes_sent[1]
+    # Twice as many others, but with two shots each gets a part.
+    assert bytes_sent[0] < bytes_sent[2] < 2 * bytes_sent[0]
+    assert not picture or len((tmp_path / "sweep.png").read_bytes()) > 10_000
+
+
+METHODS = """
+as it is: {}
+rarer: {schedule: {class_path: lightning_sdiloco.Selective, init_args: {threshold: 1.0e+9}}}
+carry: {mixing: {class_path: lightning_sdiloco.Carry}, groups: 3}
+"""
+
+
+def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "methods.yaml").write_text(METHODS)
+    methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
+    answer = told(tmp_path, methods, picture, *LINK)
+    plain, rarer, carry = answer["runs"]
+    assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], "what was not launched takes no time"
+    assert [one["name"] for one in (plain, rarer, carry)] == ["as it is", "rarer", "carry"]
+    assert rarer["bytes_sent"][0] < plain["bytes_sent"][0]
+    assert (carry["groups"], carry["settings"]["mixing"]) == (3, "Carry()")
+    assert "method" in answer["text"]
+    assert "rarer" in answer["text"]
+
+    sweep, picture = ["--sweep=compression=fp32,fp32", "--seeds=3,4"], f"--picture={tmp_path / 'seeds.svg'}"
+    answer = told(tmp_path, *sweep, picture, "--set=trainer.max_steps=12", *LINK)
+    runs = answer["runs"]
+    assert [one["seed"] for one in runs] == [3, 4, 3, 4]
+    assert runs[0]["losses"] == runs[2]["losses"] != runs[1]["losses"], "the seed alone decides"
+    assert "loss above that of the first" in (tmp_path / "seeds.svg").read_text()
+    assert "+0.0 ± 0.0" in answer["text"]
+    assert "Means over 2 seeds" in answer["text"]
+
+
+REFUSED = [
+    ([], "--config must be given"),
+    (["--config=missing.yaml"], "config='missing.yaml' is not a file"),
+    (["FILE", "--groups=0"], "groups=0 is out of range"),
+    (["FILE", "--sweep=width=1,2"], "varies 'width', which is unknown. Choose among groups, sync_every"),
+    (["FILE", "--sweep=sync_every"], "has no values"),
+    (["FILE", "--sweep=groups=1.5"], "not a whole number"),
+    (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
+    (["FILE", "--sweep=sync_every=10,2"], "overlap_steps=2 is out of range"),
+    (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
+    (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
+    (["FILE", "--round-trip=0.1"], "--round-trip tells how long a run takes on a link. Give its --bandwidth"),
+    (["FILE", "--bandwidth=0"], "bandwidth=0.0 is out of range"),
+    (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),
+    (["FILE", "--bandwidth=1", "--absence=1"], "absence has '' where a number should be"),
+    (["FILE", "--bandwidth=1", "--speeds=1"], "1 speeds for 2 worker groups"),
+    (["FILE", "--picture=a.pdf"], "does not end with .svg or .png"),
+    (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
+    (["FILE", "--set=trainer.no_such=1"], "no_such"),
+    (["FILE", "--set=trainer.strategy=ddp"], "trainer.strategy='ddp' cannot be simulated"),
+    (["FILE", "--set=trainer.devices=4", f"--set={ARGUMENTS}.worker_groups=2"], "2 worker groups for 4 processes"),
+    (["FILE", "--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
+    (["FILE", "--seeds=1,1", "--sweep=sync_every=2,3"], "not different whole numbers"),
+    (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
+    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
+    (["FILE", "--sites=2"], "--sites needs --step-time"),
+    (["FILE", "--sites=2", "--step-time=1", "--sweep=sync_every=5"], "do not go with --sites"),
+    (["FILE", "--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
+    (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
+    (["FILE", "--delays=1,2"], "Give --sites too"),
+    (["FILE", "--methods=LIST"], "no YAML file that maps names"),
+    (["FILE", "--methods=RATE"], "'rate', which is unknown"),
+    (["FILE", "--methods=NUMBER"], "no YAML file"),
+]
+
+
+def test_what_cannot_be_simulated_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("a run was started")
+
+    monkeypatch.setattr("lightning_sdiloco.tools.simulate.command.run", never)
+    file = f"--config={write(tmp_path)}"
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("LIST", "- a"), ("RATE", "a: {rate: 3}"), ("NUMBER", "a: 3")):
+        Path(name).write_text(text)
+    cases = [([file if arg == "FILE" else arg for arg in args], words) for args, words in REFUSED]
+    assert not_refused_with("simulate", cases) == {}
