@@ -9,14 +9,11 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.runs import Runs
-from benchmarks.training import Run, Training, parameters
+from benchmarks.training import Run, Training
 from lightning_sdiloco.planning import half_width
 
 FEWEST_ROUNDS = 15
 """What has fewer rounds tells nothing of a setting, and is left out."""
-
-BATCH = 2
-"""Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
 
 Pairs = Sequence[tuple[Training, Training]]
 """Trainings, each with the one by DDP on the same data and from the same start."""
@@ -138,7 +135,3 @@ def plot(axes: Any, position: int, one: Comparison) -> None:
     color = {"worse": RED, "better": BLUE}.get(one.verdict, GREY)
     half = half_width(one.percent)
     axes.errorbar(mean(one.percent), -position, xerr=half, fmt="o", color=color, capsize=3)
-
-
-def described(training: Training) -> str:
-    return f"{parameters(training.size):,} parameters, {training.budget:g} tokens per parameter"

@@ -1,27 +1,26 @@
 """Measures every compression on real outer gradients.
 
-The outline: errors, speeds, report. The outer gradients are from `benchmarks.outer_gradients`.
-Run it with ``python -m benchmarks.compression [--quick] [--speed VALUES] [--two-shots] [--json FILE]``. --two-shots
-measures what the second rounding of two shots costs, beside a gather and its bytes.
+    python -m benchmarks.compression [--speed VALUES] [--two-shots] [--quick] [--json FILE]
+
+--speed measures the speeds of what has a name alone, --two-shots what the second rounding of two shots costs, beside a
+gather and its bytes. The outer gradients are from `benchmarks.outer_gradients`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median, quantiles
+from itertools import product
+from statistics import quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.outer_gradients import QUICK, Replicas, Training, data_sets, outer_gradients
+from benchmarks import report
+from benchmarks.outer_gradients import QUICK, Replicas, Training, heavy_tails, outer_gradients
 from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
 from lightning_sdiloco.algorithm.weighting import Count
@@ -51,8 +50,6 @@ class Errors:
     relative: float
     """|q - x| / |x|, of one replica."""
     cosine: float
-    bias: float
-    """<x, q> / <x, x>; 1 is right, below is shrinking."""
     mean: float
     """|mean q - mean x| / |mean x| over the replicas: what training sees."""
 
@@ -61,9 +58,9 @@ def errors(replicas: Replicas, quantise: Callable[[Tensor], Tensor]) -> Errors:
     """Measures in float64, so that the measurement adds no error of its own."""
     x = torch.stack(replicas).double()
     q = torch.stack([quantise(replica) for replica in replicas]).double()
-    inner = float((x * q).sum() / x.norm())
+    cosine = float((x * q).sum() / (x.norm() * q.norm()))
     mean = (q.mean(0) - x.mean(0)).norm() / x.mean(0).norm()
-    return Errors(float((q - x).norm() / x.norm()), inner / float(q.norm()), inner / float(x.norm()), float(mean))
+    return Errors(float((q - x).norm() / x.norm()), cosine, float(mean))
 
 
 def round_trip(compression: Compression) -> Callable[[Tensor], Tensor]:
@@ -114,24 +111,17 @@ def error_of_the_sum(rounds: list[Replicas], compression: Compression) -> float:
     return float((sent - true).norm() / true.norm())
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Speed of some work relative to a plain copy of the same values; 0.25 takes four times as long."""
-
-    median: float
-    low: float
-    high: float
-    """The quartiles: what a machine with other work on it makes of the same work."""
-
-
 def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
-def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, Speed]:
-    """Speeds on one thread by name; each time is compared with that of a copy right before it, or a load would tell."""
+def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[str, list[float]]:
+    """Speeds on one thread by name: first quartile, median and third, relative to a copy.
+
+    0.25 takes four times as long. Each time is compared with that of a copy right before it, or a load would tell.
+    """
     values, out = torch.randn(numel), torch.empty(numel)
     ratios: dict[str, list[float]] = {}
 
@@ -151,12 +141,7 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
         run("digest", lambda: digest(values))
         if repeat == 0:
             ratios.clear()  # to warm up
-    return {name: Speed(median(found), *quartiles(found)) for name, found in ratios.items()}
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    first, _, third = quantiles(values, n=4, method="inclusive")
-    return first, third
+    return {name: quantiles(found, n=4, method="inclusive") for name, found in ratios.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,121 +183,65 @@ def error_of_the_means(
 
 
 def two_shots(training: Training) -> dict[str, float]:
-    """Prints the errors and bytes of a gather and of two shots, and returns the errors."""
-    rounds, headline = outer_gradients(training, max(GROUPS)), dict[str, float]()
+    """Shows the errors and bytes of a gather and of two shots, and returns the errors."""
+    rounds, headline, rows = outer_gradients(training, max(GROUPS)), dict[str, float](), []
     numel = rounds[0][0].numel()
     ways = {"gather": (AllReduce, False), "two shots": (TwoShotAllReduce, False)}
     ways["two shots that forget"] = (TwoShotAllReduce, True)
-    print(f"{numel:,} parameters, {training.rounds} rounds of {training.sync_every} inner steps\n")
-    print(f"| compression | M | bytes of two shots, of a gather's | {' | '.join(ways)} |\n|---|---|---|---|---|---|")
-    for name, codec in FAMILY.items():
-        for groups in GROUPS:
-            gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
-            share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
-            found = {what: error_of_the_means(kind, codec, rounds, groups, own) for what, (kind, own) in ways.items()}
-            print(
-                f"| `{name}` | {groups} | {share:.2f} | {' | '.join(f'{e:.4f}' for e in found.values())} |", flush=True
-            )
-            headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
+    for (name, codec), groups in product(FAMILY.items(), GROUPS):
+        gather, two = AllReduce(groups, codec, 0.0), TwoShotAllReduce(groups, codec, 0.0)
+        share = (two.payload_bytes(numel) + two.second_hop_bytes(numel)) / gather.payload_bytes(numel)
+        found = {what: error_of_the_means(kind, codec, rounds, groups, own) for what, (kind, own) in ways.items()}
+        rows.append([f"`{name}`", f"{groups}", f"{share:.2f}", *(f"{error:.4f}" for error in found.values())])
+        headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
+    title = f"{numel:,} parameters, {training.rounds} rounds of {training.sync_every} inner steps"
+    report.show(title, ["compression", "M", "bytes of two shots, of a gather's", *ways], rows)
     return headline
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Report
-# ---------------------------------------------------------------------------------------------------------------------
-
-Row = tuple[float, dict[str, Errors]]
-"""Bits a value, and the errors by data set."""
-
-
-def measure(data: dict[str, Replicas]) -> dict[str, Row]:
-    numel = 1 << 20
-    rows: dict[str, Row] = {}
-    for name, compression in FAMILY.items():
-        bits = compression.wire_bytes(numel) * 8 / numel
-        rows[name] = bits, {k: errors(v, round_trip(compression)) for k, v in data.items()}
-    return rows
-
-
-def print_errors(rows: dict[str, Row]) -> None:
-    """Prints one Markdown table; a cell holds error, cosine, bias, error of the mean."""
-    names = list(next(iter(rows.values()))[1])
-    print("Cells: relative L2 error, cosine, bias <x, q>/<x, x>, relative L2 error of the mean of the replicas.\n")
-    print("| compression | bits | " + " | ".join(names) + " |")
-    print("|---|---|" + "---|" * len(names))
-    for label, (bits, found) in rows.items():
-        cells = (f"{e.relative:.3f} {e.cosine:.3f} {e.bias:.3f} {e.mean:.3f}" for e in found.values())
-        print(f"| {label} | {bits:.3f} | " + " | ".join(cells) + " |")
-
-
-def print_family(rows: dict[str, Row], sums: dict[str, float], found: dict[str, Speed]) -> None:
-    print("\n| compression | bits | error | cosine | error of the mean | error of the sum | encode | decode |")
-    print("|---|---|---|---|---|---|---|---|")
-    for name in FAMILY:
-        bits, by_data = rows[name]
-        e = [e for data, e in by_data.items() if data.startswith("outer")][-1]
-        speed = " | ".join(f"{found[f'{name}_{what}'].median:.2f}" for what in ("encode", "decode"))
-        print(
-            f"| `{name}` | {bits:.3f} | {e.relative:.3f} | {e.cosine:.3f} | {e.mean:.3f} | {sums[name]:.3f} | {speed} |"
-        )
-
-
-def print_speeds(found: dict[str, Speed]) -> None:
-    """Prints all speeds with their spread as a Markdown table."""
-    print("\n| work | relative to a copy | quartiles |\n|---|---|---|")
-    for name, speed in found.items():
-        print(f"| `{name}` | {speed.median:.2f} | {speed.low:.2f} to {speed.high:.2f} |")
-
-
-def speed_headline(found: dict[str, Speed]) -> dict[str, float]:
-    return {f"{name}_of_copy": speed.median for name, speed in found.items()}
-
-
-def error_headline(rows: dict[str, Row]) -> dict[str, float]:
-    bits, by_data = rows["fp4"]
-    last = [e for name, e in by_data.items() if name.startswith("outer")][-1]
-    return {"fp4_bits_per_value": bits, **{f"fp4_outer_{k}": v for k, v in asdict(last).items()}}
+def every(rounds: list[Replicas], found: Mapping[str, list[float]]) -> dict[str, Any]:
+    """Shows the errors and speeds of all compressions, and returns the errors by compression and data set."""
+    outer, numel = f"outer, round {len(rounds)}", 1 << 20
+    data = {outer: rounds[-1], **heavy_tails(rounds[0][0].numel())}
+    table, sums, rows = {}, {}, []
+    for name, codec in FAMILY.items():
+        bits = codec.wire_bytes(numel) * 8 / numel
+        of = {what: errors(vectors, round_trip(codec)) for what, vectors in data.items()}
+        e, *tails = of.values()
+        sums[name] = error_of_the_sum(rounds, codec)
+        table[name] = {"bits": bits, **{what: asdict(one) for what, one in of.items()}}
+        cells = [e.relative, e.cosine, e.mean, sums[name], *(one.relative for one in tails)]
+        speed = [f"{found[f'{name}_{what}'][1]:.2f}" for what in ("encode", "decode")]
+        rows.append([f"`{name}`", f"{bits:.3f}", *(f"{cell:.3f}" for cell in cells), *speed])
+    tails_of = [f"error of {what}" for what in list(data)[1:]]
+    columns = ["bits", "error", "cosine", "error of the mean", "error of the sum", *tails_of, "encode", "decode"]
+    report.show(outer, ["compression", *columns], rows)
+    return {"errors": table, "sums": sums}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tiny model and short vectors: does it run at all")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    parser = report.parser(__doc__)
     parser.add_argument("--speed", type=int, metavar="VALUES", help="measure only speeds, of what has a name")
     parser.add_argument("--two-shots", action="store_true", help="measure only what two shots cost")
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    about, written = report.measured("compression", options.quick), dict[str, Any]()
     if options.two_shots:
-        headline = two_shots(QUICK if options.quick else TWO_SHOTS)
-        if options.json:
-            options.json.write_text(json.dumps({"headline": headline, "torch": torch.__version__}, indent=1) + "\n")
+        report.write(options.json, two_shots(QUICK if options.quick else TWO_SHOTS), about)
         return
-
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, one thread\n")
+    family: dict[str, Compression] = {**(COMPRESSIONS if options.speed else FAMILY), "fp4 by torch": FP4ByTorch()}
     numel = options.speed or 1 << (18 if options.quick else 24)
-    found = speeds(
-        {**(COMPRESSIONS if options.speed else FAMILY), "fp4 by torch": FP4ByTorch()},
-        numel,
-        repeats=3 if options.quick else 7,
-    )
-    written: dict[str, Any] = {
-        "headline": speed_headline(found),
-        "speeds": {name: asdict(speed) for name, speed in found.items()},
-        "speed_values": numel,
-    }
+    found = speeds(family, numel, repeats=3 if options.quick else 7)
+    headline = {f"{name}_of_copy": median for name, (_, median, _) in found.items()}
     if not options.speed:
-        rounds = outer_gradients(QUICK if options.quick else Training())
-        rows = measure(data_sets(rounds))
-        sums = {name: error_of_the_sum(rounds, compression) for name, compression in FAMILY.items()}
-        print_errors(rows)
-        print_family(rows, sums, found)
-        table = {label: {"bits": bits, **{k: asdict(e) for k, e in v.items()}} for label, (bits, v) in rows.items()}
-        written["headline"] |= error_headline(rows)
-        written |= {"errors": table, "sums": sums}
-    print(f"\nSpeeds of {numel} values; medians of several repeats:")
-    print_speeds(found)
-    if options.json:
-        options.json.write_text(json.dumps(written, indent=1) + "\n")
+        written = every(outer_gradients(QUICK if options.quick else Training()), found)
+        fp4 = written["errors"]["fp4"]
+        _, outer, *_ = fp4.values()
+        headline |= {"fp4_bits_per_value": fp4["bits"], **{f"fp4_outer_{name}": one for name, one in outer.items()}}
+    rows = [[f"`{name}`", f"{median:.2f}", f"{low:.2f} to {high:.2f}"] for name, (low, median, high) in found.items()]
+    title = f"Speeds of {numel} values; medians of several repeats"
+    report.show(title, ["work", "relative to a copy", "quartiles"], rows)
+    by_name = {name: dict(zip(("low", "median", "high"), one, strict=True)) for name, one in found.items()}
+    report.write(options.json, headline, about, speeds=by_name, speed_values=numel, **written)
 
 
 if __name__ == "__main__":

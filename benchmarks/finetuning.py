@@ -27,6 +27,7 @@ from typing_extensions import override
 
 from benchmarks import comparison, report, runs
 from benchmarks.models import SMALL, TINY, Size
+from benchmarks.quality import TWO_GROUPS
 from benchmarks.runs import Runs
 from benchmarks.training import Text, Training, parameters, trained
 
@@ -38,22 +39,14 @@ BATCH = 4
 
 VALIDATION_WINDOWS = 256
 PRETRAINED_BATCH, PRETRAINED_LR = 2, 6e-3
-"""With which DDP does best from scratch; see `benchmarks.defaults`."""
+"""With which DDP does best from scratch; see `benchmarks.quality --stage rates`."""
 
 METHODS = {"all parameters": 0, "LoRA": 8}
 """The rank of the adapters, 0 without."""
 
 TUNING_SEED, TUNING_SEEDS, SEEDS = 0, (0, 4, 5), (6, 7, 8)
 
-BASE: dict[str, Any] = {
-    "sync_every": 20,
-    "overlap_steps": 5,
-    "outer_lr": 0.7,
-    "mixing": 0.2,
-    "outer_momentum": 0.9,
-    "compression": "fp4",
-}
-"""The defaults but for H, as the numbers that ``"auto"`` stands for with two groups."""
+BASE: dict[str, Any] = {"sync_every": 20, **TWO_GROUPS}
 
 RECOMMENDED: dict[str, dict[str, Any]] = {
     "all parameters": {"overlap_steps": 1, "warmup_steps": 25},

@@ -131,25 +131,9 @@ def outer_gradients(training: Training, groups: int = 2) -> list[Replicas]:
     return rounds
 
 
-def synthetic(numel: int) -> dict[str, Replicas]:
-    """Heavy-tailed and sparse vectors, one pair of replicas each."""
+def heavy_tails(numel: int) -> dict[str, Replicas]:
+    """Vectors with heavy tails, a pair of replicas each."""
     generator = torch.Generator().manual_seed(0)
     normal = [torch.randn(2, numel, generator=generator) for _ in range(5)]
     student = normal[0] / (torch.stack(normal[1:4]).square().mean(0)).sqrt()
-    unused = torch.rand(2, numel // 128, 1, generator=generator) < 0.7
-    rows = normal[0].unflatten(1, (-1, 128)).masked_fill(unused, 0.0).flatten(1)
-    return {
-        "normal": list(normal[0]),
-        "student-t, 3 d.o.f.": list(student),
-        "normal * exp(normal)": list(normal[0] * normal[4].exp()),
-        "70 % zero rows": list(rows),
-    }
-
-
-def data_sets(rounds: list[Replicas]) -> dict[str, Replicas]:
-    numel = rounds[0][0].numel() // 128 * 128
-    return {
-        f"outer, round {len(rounds) // 3}": rounds[len(rounds) // 3 - 1],
-        f"outer, round {len(rounds)}": rounds[-1],
-        **synthetic(numel),
-    }
+    return {"student-t, 3 d.o.f.": list(student), "normal * exp(normal)": list(normal[0] * normal[4].exp())}

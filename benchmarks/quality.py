@@ -6,6 +6,8 @@
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
+- ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
+- ``shares``: 4 and 8 groups with other shares of the steps as `warmup_steps`, on one seed.
 - ``muon``: Muon for the matrices inside both methods, its rates and a verdict.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
@@ -21,13 +23,14 @@ whose time is up goes on with the next call, bit for bit.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import comparison, runs
-from benchmarks.comparison import BATCH, FEWEST_ROUNDS, Comparison
+from benchmarks.comparison import FEWEST_ROUNDS, Comparison
 from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import Training
@@ -35,6 +38,12 @@ from lightning_sdiloco.algorithm import Settings
 
 Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""
+
+BATCH = 2
+"""Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
+
+TWO_GROUPS = {"overlap_steps": 5, "outer_lr": 0.7, "mixing": 0.2, "outer_momentum": 0.9, "compression": "fp4"}
+"""The defaults of two groups but for H, as the numbers that ``"auto"`` stands for."""
 
 TUNING, HELD_OUT = range(2), range(10, 15)
 """Seeds: those that chose the rates, and those that no choice has seen."""
@@ -126,6 +135,32 @@ def warmups(size: str) -> Iterator[tuple[str, Pair]]:
             yield name, pair(size, groups, seed, sync_every=sync_every, warmup_steps=steps)
 
 
+def screen(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields one factor at a time around the defaults of two groups, with `BATCH` windows for each in a step."""
+    factors: dict[str, tuple[Any, ...]] = {
+        "outer_lr": (0.4, 0.9),
+        "mixing": (0.0, 0.5),
+        "outer_momentum": (0.8, 0.95),
+        "overlap_steps": (1, 10),
+        "sync_every": (20, 100),
+        "compression": ("fp32",),
+    }
+    changes = [{}, *({name: value} for name, values in factors.items() for value in values)]
+    for seed, change in product(TUNING, changes):
+        name = ", ".join([f"{size}, M=2", *(f"{key}={value}" for key, value in change.items())])
+        ours, ddp = pair(size, 2, seed, **{**TWO_GROUPS, **change})
+        yield name, (replace(ours, batch=BATCH), replace(ddp, batch=BATCH))
+
+
+def shares(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields groups that take the mean of their gradients in some of the steps."""
+    for (groups, sync_every), share in product(((4, 50), (8, 20)), (0, 0.1, 0.2, 0.5)):
+        steps = round(share * pair(size, groups)[0].steps)
+        warm = {"warmup_steps": steps} if steps else {}
+        name = f"{size}, M={groups}, H={sync_every}, {share:g} of the steps as warmup_steps"
+        yield name, pair(size, groups, TUNING[0], sync_every=sync_every, **warm)
+
+
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields each rate for each number of groups, for both methods alike."""
     for groups in MODELS[size].rates:
@@ -186,6 +221,8 @@ STAGES = {
     "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
     "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
     "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
+    "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
+    "shares": Stage("shares of the steps with the mean of gradients", ["0.1M"], shares),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
     "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),
     "large": Stage("larger models", ["5M", "10M", "50M"], large),

@@ -38,9 +38,7 @@ def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize(
-    "name", ["overhead", "memory", "quality", *(pytest.param(name, marks=SLOW) for name in ("defaults", "finetuning"))]
-)
+@pytest.mark.parametrize("name", ["overhead", "memory", "quality", pytest.param("finetuning", marks=SLOW)])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
     assert content["headline"], "there are numbers"
