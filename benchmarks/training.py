@@ -178,8 +178,9 @@ class Text:
     def _order(self, seed: int, batch: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(seed)
         while True:
-            order = torch.randperm(len(self.training), generator=generator)
-            yield from order.to(self.training.text.device)[: len(order) // batch * batch].split(batch)
+            order = torch.randperm(len(self.training), generator=generator).to(self.training.text.device)
+            # One after the other: to split all of them at once takes seconds.
+            yield from (order[start : start + batch] for start in range(0, len(order) // batch * batch, batch))
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:

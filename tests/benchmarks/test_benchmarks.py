@@ -1,26 +1,26 @@
-"""The benchmarks run, write down what they found, and count what they say they count."""
+"""The benchmarks run, write down what they found, and count what they say they count; and so do their slow links."""
 
 import importlib
 import json
 import math
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ET
 from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import finetuning, flights, loss_over_time, slow_links, training, wire_bytes
-from benchmarks.links import missing
+from benchmarks import flights, loss_over_time, slow_links, training, wire_bytes
+from benchmarks.links import Links, missing
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
-from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.algorithm import CONTROL_BYTES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -29,10 +29,11 @@ SLOW = pytest.mark.slow
 NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
-def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
+def quick(name: str, folder: Path) -> dict[str, Any]:
     """Runs a benchmark as little as shows that it runs, and returns the file of results."""
-    results, picture = folder / "results.json", folder / "picture.svg"
-    module.main(["--quick", "--json", str(results), "--picture", str(picture)])
+    (folder / name).mkdir()
+    results, picture = folder / name / "results.json", folder / name / "picture.svg"
+    importlib.import_module(f"benchmarks.{name}").main(["--quick", "--json", str(results), "--picture", str(picture)])
     assert ET.parse(picture).getroot().tag.endswith("svg")
     content: dict[str, Any] = json.loads(results.read_text())
     return content
@@ -40,7 +41,7 @@ def quick(module: ModuleType, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["overhead", "memory", "quality", pytest.param("finetuning", marks=SLOW)])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
-    content = quick(importlib.import_module(f"benchmarks.{name}"), tmp_path)
+    content = quick(name, tmp_path)
     assert content["headline"], "there are numbers"
     assert all(math.isfinite(number) for number in content["headline"].values())
     assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
@@ -50,10 +51,8 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
 @pytest.mark.network
 @NETWORK
 def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_trip_for_each_hop(tmp_path: Path) -> None:
-    path, picture = tmp_path / "results.json", tmp_path / "flights.svg"
-    flights.main(["--quick", "--json", str(path), "--picture", str(picture)])
-    assert "<!-- paced -->" in picture.read_text()
-    (found,) = json.loads(path.read_text())["found"].values()
+    (found,) = quick("flights", tmp_path)["found"].values()
+    assert "<!-- paced -->" in (tmp_path / "flights" / "picture.svg").read_text()
     case = flights.Case(**found["case"])
     # Two shots among three groups: four thirds of a payload, and a control vector to each of the two others.
     padded = 3 * -(-case.values // 3)
@@ -70,51 +69,29 @@ def test_a_flight_takes_longer_than_its_bytes_and_parts_and_at_least_a_round_tri
 @pytest.mark.slow
 @pytest.mark.network
 @NETWORK
-def test_ours_keeps_its_speed_on_a_slow_link_where_ddp_does_not(tmp_path: Path) -> None:
-    content = quick(slow_links, tmp_path)
-    rows = content["rows"]
-    ours, ddp = (slow_links.row_of(rows, method, 2, 10) for method in ("streaming", "lightning_ddp"))
+def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_reports(tmp_path: Path) -> None:
+    content = quick("slow_links", tmp_path)
+    ours, ddp = (slow_links.row_of(content["rows"], method, 2, 10) for method in ("streaming", "lightning_ddp"))
     # 0.28 MB over 10 Mbit/s take 0.22 s, four steps of it: what ours sends is nothing beside that.
     assert ddp["seconds"] > 0.2
     assert ours["bytes"] < ddp["bytes"] / 50
     assert content["headline"]["2 sites, 10 Mbit/s: best peer's step over ours"] > 0
 
-
-@pytest.mark.slow
-@pytest.mark.network
-@NETWORK
-def test_what_is_learned_over_a_link_is_what_is_learned_in_one_process(tmp_path: Path) -> None:
-    content = quick(loss_over_time, tmp_path)
-    rows = {row["method"]: row for row in content["rows"]}
+    rows = {row["method"]: row for row in quick("loss_over_time", tmp_path)["rows"]}
     text = training.Text(TINY, loss_over_time.VALIDATION_WINDOWS)
     for method, choices in (("ddp", None), ("streaming_defaults", {"sync_every": 10})):
         case, points = rows[method]["case"], rows[method]["points"]
         budget = case["steps"] * 2 * case["batch"] * TINY.context / training.parameters(TINY)
-        alike = training.Training(TINY, choices, budget=budget, lr=case["lr"])
-        assert points[-1]["loss"] == pytest.approx(text.loss(training.trained(alike, text)), abs=1e-4)
+        in_one_process = training.Training(TINY, choices, budget=budget, lr=case["lr"])
+        assert points[-1]["loss"] == pytest.approx(text.loss(training.trained(in_one_process, text)), abs=1e-4)
         assert [point["step"] for point in points] == [5, 10, 15, 20]
         assert 0 < points[0]["seconds"] < points[-1]["seconds"]
     assert rows["streaming_defaults"]["step_seconds"] < rows["ddp"]["step_seconds"]
 
-
-@pytest.mark.slow
-@pytest.mark.network
-@NETWORK
-def test_what_is_reported_is_what_the_arithmetic_says_and_the_interface_sent_no_less(tmp_path: Path) -> None:
-    content = quick(wire_bytes, tmp_path)
-    numbers = content["headline"]
+    numbers = quick("wire_bytes", tmp_path)["headline"]
     for name in wire_bytes.OURS:
         assert numbers[f"{name}: report over arithmetic"] == 1
         assert numbers[f"{name}: interface over arithmetic"] >= 1
-
-
-def test_of_a_model_with_adapters_only_these_are_trained_and_exchanged() -> None:
-    one = next(one for one in finetuning.quick_trainings() if one.choices and one.lora_rank)
-    before, after = one.model().state_dict(), training.trained(one, one.text()).state_dict()
-    changed = {name for name, values in before.items() if not torch.equal(values, after[name])}
-    assert changed == {name for name in before if name.endswith((".down", ".up"))}
-    groups = SimulatedGroups([one.model(), one.model()], **one.choices)
-    assert {name for fragment in groups.engines[0].fragments for name in fragment.names} == changed
 
 
 def test_the_arithmetic_of_slow_links() -> None:
@@ -130,10 +107,8 @@ def test_the_arithmetic_of_slow_links() -> None:
     assert not slow_links.fits(streaming, case, 0.99 * least)
     for job in slow_links.jobs(quick=False):
         assert Job.read(json.dumps(asdict(job))) == job
-        if job.method in ("streaming", "torchft", "post_local_sgd", "accelerate"):
-            assert job.counted % job.case.sync_every == 0, (
-                "methods that exchange in rounds are measured over whole ones"
-            )
+        in_rounds = job.method in ("streaming", "torchft", "post_local_sgd", "accelerate")
+        assert not in_rounds or job.counted % job.case.sync_every == 0, "they are measured over whole rounds"
     # The peak is that of the busiest tenth of a second.
     steady = [(0.01 * tick, 1000 * tick) for tick in range(100)]
     burst = [(at, sent + (50_000 if at > 0.5 else 0)) for at, sent in steady]
@@ -149,3 +124,61 @@ def test_every_picture_is_there_for_a_dark_page(tmp_path: Path) -> None:
         copy = tmp_path / path.name
         copy.write_bytes(path.read_bytes())
         assert for_dark_pages(copy).read_text() == path.with_stem(f"{path.stem}-dark").read_text()
+
+
+SERVE = """
+import socket
+with socket.create_server(("0.0.0.0", 7000)) as server:
+    print("ready", flush=True)
+    connection, _ = server.accept()
+    total = 0
+    while data := connection.recv(1 << 16):
+        total += len(data)
+    connection.sendall(str(total).encode())
+"""
+SEND = """
+import socket, sys, time
+start = time.monotonic()
+with socket.create_connection(("site0", 7000)) as connection:
+    round_trip = time.monotonic() - start
+    connection.sendall(bytes(int(sys.argv[1])))
+    connection.shutdown(socket.SHUT_WR)
+    assert int(connection.recv(100)) == int(sys.argv[1])
+print(round_trip, time.monotonic() - start, socket.gethostname())
+"""
+REACHES = "import socket, sys; socket.create_connection((sys.argv[1], 7000), timeout=1.0).sendall(b'.')"
+
+
+@pytest.mark.network
+@NETWORK
+def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind() -> None:
+    nbytes = 1_000_000
+    with Links(sites=2, rate=40e6, one_way_delay=0.03) as links:
+        server = links.start(0, [sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True)
+        assert server.stdout.readline() == "ready\n"
+        words = links.command(1, [sys.executable, "-c", SEND, str(nbytes)])
+        told = subprocess.run(words, check=True, capture_output=True, text=True, timeout=60).stdout.split()
+        server.wait(timeout=10)
+    assert float(told[0]) >= 0.06, "a round trip"
+    assert float(told[1]) >= nbytes * 8 / 40e6
+    assert told[2] == "site1"
+
+    with Links(sites=2, rate=None, one_way_delay=0.0) as links:
+        words = [sys.executable, "-m", "http.server", "7000"]
+        servers = [links.start(site, words, stderr=subprocess.DEVNULL) for site in (0, 1)]
+
+        def reaches(site: int, other: int) -> bool:
+            words = links.command(site, [sys.executable, "-c", REACHES, links.address(other)])
+            return subprocess.run(words, check=False, capture_output=True, timeout=30).returncode == 0
+
+        deadline = time.monotonic() + 30
+        while not (reaches(0, 1) and reaches(1, 0)):
+            assert time.monotonic() < deadline
+        links.change(1, cut_in=True)
+        assert not reaches(1, 0)
+        links.change(1, cut_in=False, nat=True)
+        assert (reaches(1, 0), reaches(0, 1)) == (True, False), "a NAT lets only answers in"
+        for server in servers:
+            server.kill()
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in links.names)

@@ -3,12 +3,13 @@
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import copy
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,9 +46,9 @@ def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvo
     return rendezvous_at(address, port, rank, world_size, timedelta(0, seconds))
 
 
-def error_of(call: Callable[[], Any]) -> str:
+def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011
-        call()
+        call(*args, **kwargs)
     return str(error.value)
 
 
@@ -70,14 +71,14 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them() -> None
 
         if rank == 2:  # its port is closed; it reaches the others
             reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
-        closed = error_of(lambda: require_reachable(case("closed"), rank, loopback, loopback))
+        closed = error_of(require_reachable, case("closed"), rank, loopback, loopback)
         reachability.Listener.__init__ = listen  # type: ignore[method-assign]
         if rank == 1:
             os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
-        deaf = error_of(lambda: require_reachable(case("deaf"), rank, exchange_address, loopback))
+        deaf = error_of(require_reachable, case("deaf"), rank, exchange_address, loopback)
         absent = ""
         if rank != 2:
-            absent = error_of(lambda: rendezvous_of(rank, world_size, 1.0).all_gather("places", None))
+            absent = error_of(rendezvous_of, rank, world_size, 1.0).all_gather("places", None)
         met.all_gather("end", None)  # the store ends with rank 0
         return closed, deaf, absent
 
@@ -98,27 +99,23 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them() -> None
 def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> None:
     # What docs/launching.md promises.
     assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
-    told = error_of(lambda: wait_for_store("no-such-host.invalid", 29500, 3, HOUR, patience=0.2))
+    told = error_of(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
     assert re.search("Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR", told)
     for program in ("silent", "closing"):
         with listening(program) as port:
-            told = error_of(lambda port=port: wait_for_store("127.0.0.1", port, 1, HOUR, patience=0.2))  # type: ignore[misc]
+            told = error_of(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
             assert f"127.0.0.1:{port} answers, but is no torch TCPStore (it says nothing)" in told
     for use_libuv in (True, False):
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             port = closed.getsockname()[1]
-            told = error_of(
-                lambda port=port: wait_for_store("127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
-            )  # type: ignore[misc]
+            told = error_of(wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
             assert "nobody listened there within 0.2 s" in told
-        stores: list[Any] = []
         choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
-        later = threading.Timer(0.3, lambda p=port, c=choices, s=stores: s.append(TCPStore("127.0.0.1", p, **c)))  # type: ignore[misc]
-        later.start()
-        wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
-        later.join()
-        assert stores[0].num_keys() == 0
+        with ThreadPoolExecutor(1) as pool:
+            store = pool.submit(lambda: time.sleep(0.3) or TCPStore("127.0.0.1", port, **choices))  # noqa: B023
+            wait_for_store("127.0.0.1", port, 1, timedelta(seconds=10), patience=0.1)
+            assert store.result().num_keys() == 0
 
 
 def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_once() -> None:
@@ -135,7 +132,7 @@ def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_onc
         wrong = {}
         for (program, rank), words in cases.items():
             port, began = ports[program], time.monotonic()
-            told = error_of(lambda rank=rank, port=port: rendezvous_at("127.0.0.1", port, rank, 2, HOUR))  # type: ignore[misc]
+            told = error_of(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
             who = f"Rank {rank} on {socket.gethostname()} cannot {'reach rank 0' if rank else 'keep the store'}"
             right = told.startswith(who) and f"127.0.0.1:{port} " in told and words in told
             if not right or "Choose another MASTER_PORT" not in told or time.monotonic() - began > 5:
@@ -175,7 +172,7 @@ def test_groups_train_within_one_network_and_exchange_over_another() -> None:
         return dict(fit(rank, world_size, 2, 10, choices, trainer_choices={"num_nodes": 2, "devices": 2})["outer"])
 
     with two_sites() as sites:
-        refused = run_processes(lambda *given: error_of(lambda: run(*given)), 4, sites, "", ranks_per_node=2)
+        refused = run_processes(partial(error_of, run), 4, sites, "", ranks_per_node=2)
         outer, *others = run_processes(run, 4, sites, "wire", ranks_per_node=2)
     assert all("listens on a loopback address" in text for text in refused)
     for other in others:
@@ -189,14 +186,14 @@ def test_what_is_closed_between_machines_is_told_with_its_direction() -> None:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = ("", "other")[rank]
         reachability.SECONDS = 1.0
         met = rendezvous_of(rank, world_size)
-        return error_of(lambda: require_reachable(met, rank, exchange_address, group_address))
+        return error_of(require_reachable, met, rank, exchange_address, group_address)
 
     def store(process: int, world_size: int, sites: list[str]) -> list[str]:
         # Rank 1 on the second machine; rank 0 on the first, where the address of the store is the second's.
         enter(sites[1 - process])
         if process == 0:
-            return [error_of(lambda: wait_for_store("10.80.0.1", 29500, 1, HOUR, patience=1.0))]
-        return [error_of(lambda: rendezvous_at("10.79.0.2", 29500, 0, 2, timedelta(seconds=1)))]
+            return [error_of(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)]
+        return [error_of(rendezvous_at, "10.79.0.2", 29500, 0, 2, timedelta(seconds=1))]
 
     with two_sites() as sites:
         add_interface(sites[1], "other", "10.80.0.2")

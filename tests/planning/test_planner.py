@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sdiloco import OuterOptimizer, Schedule, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.hub import through_hub
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import DataParallel, Streaming, _timetable
+from lightning_sdiloco.planning.methods import DataParallel, Streaming
 from lightning_sdiloco.planning.planner import (
     LARGEST_SYNC_EVERY,
     MARGIN,
@@ -32,7 +32,6 @@ from tests.fits import fit, module
 from tests.ranks import run_processes
 from tests.training import LAYERS, batch, mlp
 
-MANY = settings(max_examples=60, deadline=None)
 FREE = 1e30  # a memory so fast that launches and landings cost nothing
 
 
@@ -57,9 +56,6 @@ def train(engines: SimulatedGroups, models: Sequence[nn.Module], steps: int) -> 
         for optimizer in optimizers:
             optimizer.step()
         engines.step()
-
-
-# Bytes
 
 
 def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
@@ -93,13 +89,6 @@ def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together()
     assert sent[0] + sent[1] == sent[2] + sent[3] == planned.bytes_in(16)
 
 
-def test_ddp_sends_the_gradients_around_a_ring() -> None:
-    model = Model.of_size(1_000, layers=2)
-    assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [4_000, 6_000]
-    half = Model.of_parameters(trainable(nn.Linear(10, 10, dtype=torch.bfloat16)))
-    assert DataParallel(half, Groups(1.0)).bytes_in(3) == 3 * 2 * 110
-
-
 def test_fragments_are_those_of_the_engine() -> None:
     for layers in (1, 3, 5):
         stack = Stack()
@@ -114,9 +103,6 @@ def test_fragments_are_those_of_the_engine() -> None:
     with torch.device("meta"):
         large = nn.Sequential(*(nn.Linear(50_000, 50_000) for _ in range(4)))
     assert Model.of_parameters(trainable(large)).nbytes > 4e10
-
-
-# Time
 
 
 @st.composite
@@ -176,7 +162,7 @@ def stepped(method: Streaming, groups: Groups, link: Link, rounds: int = 8) -> f
     return (rounds - half) * sync_every * groups.step_time / (landed[rounds - 1] - landed[half - 1])
 
 
-@MANY
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settings, Groups, Link, Model]) -> None:
     chosen, groups, link, model = case
@@ -184,22 +170,11 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settin
     assert method.utilisation(link) == pytest.approx(stepped(method, groups, link), rel=1e-3)
 
 
-@MANY
-@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 60))
-def test_the_timetable_is_that_of_the_schedule(sync_every: int, overlap_steps: int, fragments: int) -> None:
-    # With a warm-up too, after the last step of which all launch and land at once.
-    for schedule in (Schedule(sync_every, min(overlap_steps, sync_every - 1), fragments, warm) for warm in (0, 7)):
-        steps = 5 * sync_every + 3
-        told = [
-            (step, lands, fragment)
-            for step in range(1, steps + 1)
-            for lands, all_of_them in ((False, schedule.launches(step)), (True, schedule.landings(step)))
-            for fragment in all_of_them
-        ]
-        assert _timetable(schedule, steps) == told
-
-
-def test_ddp_hides_what_fits_into_backward() -> None:
+def test_ddp_sends_the_gradients_around_a_ring_and_hides_what_fits_into_backward() -> None:
+    model = Model.of_size(1_000, layers=2)
+    assert [DataParallel(model, Groups(1.0, groups)).bytes_per_step for groups in (2, 4)] == [4_000, 6_000]
+    half = Model.of_parameters(trainable(nn.Linear(10, 10, dtype=torch.bfloat16)))
+    assert DataParallel(half, Groups(1.0)).bytes_in(3) == 3 * 2 * 110
     # Ten buckets of 0.03 s on the link; nine of them become ready while the tenth part of 0.6 s passes each time.
     model = Model.of_size(10 * 25 * 2**20 // 4, layers=1)
     link = Link(25 * 2**20 * 8 / 0.03 / 1e9)
@@ -207,9 +182,6 @@ def test_ddp_hides_what_fits_into_backward() -> None:
     assert DataParallel(model, Groups(0.09)).utilisation(link) == pytest.approx(0.09 / (0.09 + 0.3 - 0.054))
     late = replace(link, round_trip=0.02)
     assert DataParallel(model, Groups(0.09, groups=2)).utilisation(late) == pytest.approx(0.09 / (0.09 + 0.5 - 0.054))
-
-
-# The link
 
 
 def test_a_silent_connection_starts_slowly_and_loss_slows_a_connection_down() -> None:
@@ -229,9 +201,6 @@ def test_a_silent_connection_starts_slowly_and_loss_slows_a_connection_down() ->
     assert lossy.gbit_s_of(100) == 0.1 * 0.999
     # CUBIC does better where the round trip is long for the loss.
     assert Link(10.0, 0.2, 1e-6).gbit_s_of(1) > 1.22 * 1448 * 8 / 0.2 / 1e-6**0.5 / 1e9
-
-
-# What a plan says
 
 
 def test_the_peak_counts_all_that_is_in_flight_together() -> None:
@@ -255,7 +224,6 @@ def test_a_bandwidth_for_a_utilisation_is_the_least_that_reaches_it() -> None:
         needs = predict(method, link, steps=1).gbit_s_for
         assert list(needs) == [str(target) for target in TARGETS]
         for target, gbit_s in needs.items():
-            assert gbit_s is not None
             assert method.utilisation(Link(gbit_s)) >= float(target)
             assert method.utilisation(Link(gbit_s / 1.01)) < float(target)
     # None is enough where the round trip alone takes too long.

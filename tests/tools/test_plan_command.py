@@ -154,27 +154,25 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_whom_a_round_waits_for() -> None:
     asked = [*ASKED, "--groups=4", "--compression=bf16"]
-    hub = told(*asked, "--hub-bandwidth=0.5")["hub"]
+    answer = told(*asked, "--hub-bandwidth=0.5", "--quorum=4")
+    hub, waits = answer["hub"], answer["waits"]
     assert (hub["bytes_in"], hub["bytes_out"]) == (4 * 2 * 10**9, 4 * 3 * 2 * 10**9)
     # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500 do not suffice.
     assert (hub["share"], hub["enough"]) == (pytest.approx(38.4), None)
+    # Where nobody is late it is the flight through the hub, however many are needed.
+    assert waits["usual"] == waits["all"] == waits["longest"]
+    assert waits["usual"]["seconds"] == pytest.approx(hub["flight_seconds"])
     # 1.03 GB at 10 Gbit/s are 0.825 s, which is less than 0.8 of 30 steps.
     text = text_of(*ASKED, "--hub-bandwidth=10")
     assert "1.03 GB in and 1.03 GB out" in text
     assert "Enough: sync_every=30, overlap_steps=" in text
 
-    answer = told(*asked, "--hub-bandwidth=1", "--quorum=4")
-    # Where nobody is late it is the flight through the hub, however many are needed.
-    assert answer["waits"]["usual"] == answer["waits"]["all"] == answer["waits"]["longest"]
-    assert answer["waits"]["usual"]["seconds"] == pytest.approx(answer["hub"]["flight_seconds"])
     late = [*asked, "--hub-bandwidth=1", "--delays=0,0,0,60", "--grace=5"]
     grace = told(*late, "--quorum=3")["waits"]
     first, *_, last = grace["arrives"].values()
     assert (last - first, grace["usual"]["closes"] - first) == (pytest.approx(60), pytest.approx(5))
     assert grace["usual"]["counted"] == ["site 0", "site 1", "site 2"]
     assert grace["all"]["closes"] == last
-    # With all four a round can only wait.
-    assert told(*late, "--quorum=4")["waits"]["usual"] == grace["all"]
     # This one waits for nobody who is late, but for its grace in every eighth round.
     dynamic = told(*late, "--quorum=DynamicBackup", "--quorum.least=0.5")["waits"]
     assert (dynamic["usual"]["closes"], dynamic["longest"]) == (pytest.approx(first), grace["usual"])

@@ -277,7 +277,7 @@ def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     (tmp_path / "methods.yaml").write_text(METHODS)
     methods, picture = f"--methods={tmp_path / 'methods.yaml'}", f"--picture={tmp_path / 'methods.svg'}"
-    answer = told(tmp_path, methods, picture, *LINK)
+    answer = told(tmp_path, methods, picture, "--set=trainer.max_steps=18", *LINK)
     plain, rarer, carry = answer["runs"]
     assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], "what was not launched takes no time"
     assert [one["name"] for one in (plain, rarer, carry)] == ["as it is", "rarer", "carry"]
