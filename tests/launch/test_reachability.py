@@ -78,7 +78,7 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them() -> None
         deaf = error_of(require_reachable, case("deaf"), rank, exchange_address, loopback)
         absent = ""
         if rank != 2:
-            absent = error_of(rendezvous_of, rank, world_size, 1.0).all_gather("places", None)
+            absent = error_of(rendezvous_of(rank, world_size, 1.0).all_gather, "places", None)
         met.all_gather("end", None)  # the store ends with rank 0
         return closed, deaf, absent
 
