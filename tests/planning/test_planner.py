@@ -203,8 +203,8 @@ def test_the_peak_counts_all_that_is_in_flight_together() -> None:
         (5, 2, 3, 2),
         (5, 2, 4, 2),
     ):
-        cut = {"layers": fragments, "numel": 1_000 * fragments, "fragments": "strided:1", "compression": "fp32"}
-        peak = streaming(sync_every=sync_every, overlap_steps=overlap_steps, **cut).peak_gbit_s
+        own = {"numel": 1_000 * fragments, "layers": fragments, "fragments": "strided:1", "compression": "fp32"}
+        peak = streaming(step_time=1.0, sync_every=sync_every, overlap_steps=overlap_steps, **own).peak_gbit_s
         assert peak == pytest.approx(together * 4_048 * 8 / overlap_steps / 1e9)
 
 
