@@ -39,12 +39,12 @@ from lightning_sdiloco.federation import (
 )
 from lightning_sdiloco.federation.journal import History
 from tests.chaos.notes import Notebook
+from tests.large.models import FEATURES, TARGETS, wide
 
 RUN = "run"
 BATCH = 8
 SYNC_EVERY = 20
 OVERLAP_STEPS = 2
-FEATURES, TARGETS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,7 @@ class Net(pl.LightningModule):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self.seconds = seconds
-        widths = (FEATURES, 256, 512, 160, TARGETS)
-        layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
-        self.net = nn.Sequential(*layers)
+        self.net = wide()
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         time.sleep(self.seconds)
