@@ -261,7 +261,9 @@ _TESTED = 4099
 
 def self_test(settings: Settings, device: torch.device) -> str:
     """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
-    outer, *gradients = (_known(seed, device) for seed in range(4))
+    # No random numbers: those of torch differ between processors.
+    numbers = (torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001 for seed in range(4))
+    outer, *gradients = ((one.to(torch.float32) / 997).to(device) for one in numbers)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)
     payloads = [all_reduce.encode(gradient, None).payloads[0] for gradient in gradients]
     controls = [
@@ -276,9 +278,3 @@ def self_test(settings: Settings, device: torch.device) -> str:
         state = optimizer.step(0, state, state.values, mean)
         seal.update(to_bytes(state.values.view(torch.uint8)))
     return seal.hexdigest()
-
-
-def _known(seed: int, device: torch.device) -> Tensor:
-    # No random numbers: those of torch differ between processors.
-    numbers = torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003
-    return ((numbers - 1001).to(torch.float32) / 997).to(device)

@@ -21,8 +21,10 @@ from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.wire import (
+    AWAY,
     CHUNK,
     CLIENT_OPTIONS,
+    ERRORS,
     MAX_BLOB,
     PROTOCOL,
     SERVICE,
@@ -33,7 +35,6 @@ from lightning_sdiloco.federation.wire import (
     HubUnreachable,
     checked_key,
     checked_size,
-    error_of,
     extra,
     pack,
     unpack,
@@ -394,7 +395,14 @@ class HubClient:
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
-            return HubUnreachable(self.away) if self.away is not None else error_of(error, self._hub)
+            if self.away is not None:
+                return HubUnreachable(self.away)
+            code, details = error.code().name, error.details() or ""
+            if code in AWAY or details.startswith("Concurrent RPC limit"):
+                if "andshake" in details or "erification" in details or "SSL" in details:
+                    details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
+                return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
+            return ERRORS.get(code, HubError)(f"hub {self._hub}: {details[:1000]}")
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self.away or f"the call to hub {self._hub} was cancelled.")
         if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):

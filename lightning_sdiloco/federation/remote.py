@@ -324,7 +324,7 @@ class HubConnection(HubShards):
             self._listener = threading.Thread(target=self._listen, name="hub-listener", daemon=True)
             self._listener.start()
         else:
-            self._say_hello()
+            self._submit("calls", self._call, "hello", self._hello)
 
     # What training says
 
@@ -396,9 +396,6 @@ class HubConnection(HubShards):
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
         return self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
 
-    def _say_hello(self) -> None:
-        self._submit("calls", lambda: self._call("hello", self._hello))
-
     @override
     def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
         try:
@@ -408,7 +405,7 @@ class HubConnection(HubShards):
             return False
         except Refused as error:
             log.warning("%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
-            self._say_hello()
+            self._submit("calls", self._call, "hello", self._hello)
             return False
         except HubError as error:
             self._put(Waiting(str(error)))

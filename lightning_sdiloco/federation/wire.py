@@ -180,13 +180,4 @@ CODES: Mapping[type[Exception], str] = {
 ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
 """The error of each status code."""
 
-_AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
-
-
-def error_of(error: Any, hub: str) -> Failure:
-    code, details = error.code().name, error.details() or ""
-    if code in _AWAY or details.startswith("Concurrent RPC limit"):
-        if "andshake" in details or "erification" in details or "SSL" in details:
-            details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
-        return HubUnreachable(f"hub {hub} does not answer: {code.lower()}, {details[:400]}")
-    return ERRORS.get(code, HubError)(f"hub {hub}: {details[:1000]}")
+AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}
