@@ -92,16 +92,13 @@ def test_a_yaml_file_is_enough_in_a_script_that_does_not_import_us(tmp_path: Pat
     assert "RESULT 4 1 SGD" in run(tmp_path, fresh=True, **SHORT, compression="fp4")
 
 
-@pytest.mark.parametrize("distribution", OURS)
-def test_compressions_and_schedules_come_by_their_class_paths(distribution: str, tmp_path: Path) -> None:
-    output = run(tmp_path, distribution=distribution, **SHORT, outer_optimizer=OUTER, compression=WRAPPED)
-    assert "RESULT 4 1 SGD" in output
-    assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.02, values=Int2()), decay=0.9)" in output
-    # 0.4 * (1 + cos(pi * round / 4)) / 2
-    assert "SCHEDULE CosineAnnealingLR (0.4, 0.341" in output
-
-
-def test_arguments_override_the_yaml_file(tmp_path: Path) -> None:
+def test_compressions_and_schedules_come_by_their_class_paths_and_arguments_override_the_file(tmp_path: Path) -> None:
+    for distribution in OURS:
+        output = run(tmp_path, distribution=distribution, **SHORT, outer_optimizer=OUTER, compression=WRAPPED)
+        assert "RESULT 4 1 SGD" in output
+        assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.02, values=Int2()), decay=0.9)" in output
+        # 0.4 * (1 + cos(pi * round / 4)) / 2
+        assert "SCHEDULE CosineAnnealingLR (0.4, 0.341" in output
     nested = {
         "outer_optimizer": "torch.optim.AdamW",
         "outer_optimizer.lr": 0.01,
@@ -110,67 +107,53 @@ def test_arguments_override_the_yaml_file(tmp_path: Path) -> None:
     }
     assert "RESULT 4 0 AdamW" in run(tmp_path, *overriding(overlap_steps=0, **nested), **SHORT)
     # Without a choice there would be no overlap. Fifteen inner steps are too few for a launch.
-    auto = dict.fromkeys(("sync_every", "overlap_steps", "fragments"), "auto")
-    chosen = overriding(**auto, compression="sparse")
-    output = run(tmp_path, "--trainer.max_epochs=3", *chosen, **SHORT)
+    auto = overriding(sync_every="auto", overlap_steps="auto", fragments="auto", compression="sparse")
+    output = run(tmp_path, "--trainer.max_epochs=3", *auto, **SHORT)
     assert re.search("RESULT 0 [1-9][0-9]? SGD", output)
     assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.015625, values=Int2()), decay=0.95)" in output
-
-
-def test_names_that_are_no_arguments_are_refused_with_what_to_write(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as refused:
         run(tmp_path, **{**SHORT, "layers_per_fragment": 1, "tau": 3})
-    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in str(refused.value)
-    assert "tau=3 is called overlap_steps here." in str(refused.value)
+    for words in (
+        "layers_per_fragment=1 is part of fragments: give fragments='strided:1'",
+        "tau=3 is called overlap_s",
+    ):
+        assert words in str(refused.value)
 
 
-def printed(folder: Path, **given: Any) -> dict[str, Any]:
-    """The arguments of the strategy as ``--print_config`` shows them."""
-    arguments: dict[str, Any] = yaml.safe_load(run(folder, "--print_config", **given))["trainer"]["strategy"][
-        "init_args"
-    ]
-    return arguments
+DEFAULTS: dict[str, Any] = {
+    "worker_groups": "auto",
+    "sync_every": 100,
+    "overlap_steps": 5,
+    "mixing": "auto",
+    "fragments": "strided",
+    "compression": "fp4",
+    "outer_lr": "auto",
+    "outer_momentum": "auto",
+    "evaluate": "outer",
+    "federation": None,
+    "outer_optimizer": None,
+    "exchange": "auto",
+    "resume": "exact",
+    "warmup_steps": 0,
+    "schedule": None,
+    "weighing": None,
+    "route": None,
+    "timeout": "0:30:00",
+}
+OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
-def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:
-    assert printed(tmp_path) == {
-        "worker_groups": "auto",
-        "sync_every": 100,
-        "overlap_steps": 5,
-        "mixing": "auto",
-        "fragments": "strided",
-        "compression": "fp4",
-        "outer_lr": "auto",
-        "outer_momentum": "auto",
-        "evaluate": "outer",
-        "federation": None,
-        "outer_optimizer": None,
-        "exchange": "auto",
-        "resume": "exact",
-        "warmup_steps": 0,
-        "schedule": None,
-        "weighing": None,
-        "route": None,
-        "timeout": "0:30:00",
-        "start_method": "popen",
-        "ddp_kwargs": None,
-        "process_group_backend": None,
-        "accelerator": None,
-        "parallel_devices": None,
-        "cluster_environment": None,
-        "checkpoint_io": None,
-        "precision_plugin": None,
-    }
-    # And of the strategy for sharded models.
-    arguments = printed(tmp_path, sharded=True)
-    own = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
-    own["process_group_backend"] = None
-    assert list(arguments)[:2] == ["worker_groups", "sync_every"]
-    assert list(arguments)[-5:] == ["timeout", *own]
-    assert {key: arguments[key] for key in own} == own
+def test_print_config_and_help_show_every_argument_and_nothing_else(tmp_path: Path) -> None:
+    def printed(**given: Any) -> dict[str, Any]:
+        config: dict[str, Any] = yaml.safe_load(run(tmp_path, "--print_config", **given))
+        return dict(config["trainer"]["strategy"]["init_args"])
 
-
-def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
+    of_ddp = {"start_method": "popen", "ddp_kwargs": None, "process_group_backend": None}
+    assert printed() == {**DEFAULTS, **of_ddp, **dict.fromkeys(OF_LIGHTNING)}
+    sharded = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
+    arguments = printed(sharded=True)
+    assert arguments == {**DEFAULTS, **sharded, "process_group_backend": None}
+    assert list(arguments) == [*DEFAULTS, *sharded, "process_group_backend"]
     shown = run(tmp_path, f"--trainer.strategy.help={OURS['lightning.pytorch']}")
     text = " ".join(shown.split())
     for sentence in (
@@ -180,9 +163,7 @@ def test_help_shows_the_text_of_every_argument(tmp_path: Path) -> None:
         "Arguments for DistributedDataParallel inside a worker group.",
     ):
         assert sentence in text
-
-
-def test_policies_and_routes_are_chosen_by_class_path(tmp_path: Path) -> None:
+    # Policies and routes by class path.
     chosen: dict[str, Any] = {
         "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
         "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
@@ -193,13 +174,11 @@ def test_policies_and_routes_are_chosen_by_class_path(tmp_path: Path) -> None:
         "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
         "exchange": {"class_path": "lightning_sdiloco.TwoShot", "init_args": {"links": [1.0, 1.0, 0.5]}},
     }
-    arguments = printed(tmp_path, **chosen)
-    for name in ("schedule", "compression"):
-        assert arguments[name] == chosen[name]
+    arguments = printed(**chosen)
+    assert (arguments["schedule"], arguments["compression"]) == (chosen["schedule"], chosen["compression"])
     assert arguments["weighing"]["class_path"] == "tests.engine.test_policies.Loudest"
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
     # A dataclass that stands for itself is shown by its fields alone.
     assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5], "backend": "gloo"}
     for name in ("lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"):
-        route = printed(tmp_path, route={"class_path": name}, compression="int8")["route"]
-        assert route["class_path"] == name
+        assert printed(route={"class_path": name}, compression="int8")["route"]["class_path"] == name
