@@ -19,7 +19,7 @@ from importlib import import_module
 from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from jsonargparse import ArgumentParser
 
@@ -166,6 +166,21 @@ class _Parser(ArgumentParser):
         # Where an option is a class, jsonargparse would list all that are imported: hundreds of torch's.
         option.extra_help = str
         return option
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Says what to write where an option is a setting under another name."""
+        known = [action.dest for action in self._actions]
+        unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
+        # A command that has settings has imported them, and with them torch.
+        if unknown and "fragments" in known:
+            algorithm = import_module("lightning_sdiloco.algorithm")
+            try:
+                algorithm.refuse_unknown(self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."})
+            except ValueError as told:
+                message = f"{message}: {told}"
+            except TypeError:  # it has no other name
+                pass
+        super().error(message, ex)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
         (["--sync-every=1.5"], "sync_every"),
         (["--overlap-steps=none"], "overlap_steps"),
         (["--no-such-option=1"], "--no-such-option"),
+        (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
+        (["--tau", "3"], "tau='3' is called overlap_steps here"),
     ]
     for sync_every, overlap_steps in ((0, 0), (-3, 0), (10, 10), (10, 11), (10, -1)):
         with pytest.raises(ValueError, match="out of range") as error:
