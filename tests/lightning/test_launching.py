@@ -80,6 +80,7 @@ def fit(net, start_method):
     trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, enable_checkpointing=False, **quiet)
     trainer.fit(net)
     outer = strategy.outer_state_dict()
+    assert len(strategy.fragments) == strategy.schedule.fragments == 1
     same = all(torch.equal(net.get_parameter(name), values) for name, values in outer.items())
     if trainer.is_global_zero:
         total = sum(float(values.double().sum()) for values in net.state_dict().values())
@@ -335,53 +336,42 @@ def fit(rank: int, world_size: int, model: Any, groups: int = 2) -> Any:
     return trainer
 
 
-def test_the_same_trainer_fits_longer() -> None:
-    class Look(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
-        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            if "started" not in vars(self):
-                self.started = {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    def run(rank: int, world_size: int) -> Any:
-        model, look = fits.module(inner="adamw"), Look()
-        trainer = fit(rank, world_size, model)
-        before, first = trainer.strategy.outer_state_dict(), trainer.strategy.report()["inner_steps"]
-        trainer.callbacks.append(look)
-        trainer.fit_loop.max_epochs = 3
-        trainer.fit(model, DataLoader(fits.Batches(rank, 0, 1), batch_size=None))
-        report = trainer.strategy.report()
-        assert report["launches"] == report["landings"] > 0
-        told = first, report["inner_steps"], trainer.current_epoch, same(look.started, before)
-        return told, trainer.strategy.outer_state_dict()
-
-    (told, outer), (other_told, other) = run_processes(run, 2)
-    assert told == other_told == (7, 2 * 7, 3, True)
-    assert same(outer, other)
-
-
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Other numbers of groups, another model, and a model that was trained before."""
+    """Other numbers of groups, another model, and a model that was trained before; the last Trainer fits longer."""
     numbers = (2, 4, 1, 2)
 
-    def run(rank: int, world_size: int) -> Any:
-        trained: list[Any] = []
-        for number, groups in enumerate(numbers):
-            torch.manual_seed(7)
-            model = trained[0][0] if number == 3 else fits.module(inner="adamw", net=of(number))
-            held = {name: values.clone() for name, values in model.state_dict().items()}
-            trainer = fit(rank, world_size, model, groups)
-            assert trainer.strategy.topology.num_groups == groups
-            trained.append((model, held, trainer.strategy.outer_state_dict()))
-        return [(held, outer) for _, held, outer in trained]
+    class Look(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.started = {name: p.detach().clone() for name, p in module.named_parameters()}
 
     def of(number: int) -> nn.Module | None:
         return nn.Linear(5, 3) if number == 2 else None
+
+    def run(rank: int, world_size: int) -> Any:
+        models, fitted, look = [], [], Look()
+        for number, groups in enumerate(numbers):
+            torch.manual_seed(7)
+            models.append(models[0] if number == 3 else fits.module(inner="adamw", net=of(number)))
+            held = {name: values.clone() for name, values in models[-1].state_dict().items()}
+            trainer = fit(rank, world_size, models[-1], groups)
+            assert trainer.strategy.topology.num_groups == groups
+            fitted.append((held, trainer.strategy.outer_state_dict()))
+        trainer.callbacks.append(look)
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(models[-1], DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
+        report = trainer.strategy.report()
+        assert same(look.started, fitted[-1][1])
+        assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)
+        assert report["launches"] == report["landings"] > 0
+        return [*fitted, (None, trainer.strategy.outer_state_dict())]
 
     def alone(rank: int, world_size: int, number: int, held: list[dict[str, Tensor]]) -> Any:
         model = fits.module(inner="adamw", net=of(number))
         model.load_state_dict(held[rank])
         return fit(rank, world_size, model, numbers[number]).strategy.outer_state_dict()
 
-    ranks = run_processes(run, 4)
-    for number, fitted in enumerate(zip(*ranks, strict=True)):
-        expected = run_processes(alone, 4, number, [held for held, _ in fitted])
-        assert all(same(outer, expected[0]) for outer in (*expected, *(outer for _, outer in fitted))), number
+    *fitted, longer = zip(*run_processes(run, 4), strict=True)
+    for number, ranks in enumerate(fitted):
+        expected = run_processes(alone, 4, number, [held for held, _ in ranks])
+        assert all(same(outer, expected[0]) for outer in (*expected, *(outer for _, outer in ranks))), number
+    assert all(same(outer, longer[0][1]) for _, outer in longer)

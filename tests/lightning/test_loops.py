@@ -339,6 +339,7 @@ def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does() -> None
     # Those in which DistributedDataParallel has no part of its own, and nothing happens between two steps.
     alike = {"clipping by value", "foreach", "fused", "manual", "manual, no loss returned", "scheduler per epoch"}
     alike |= {"scheduler per step", "bf16-mixed", "16-true", "configure_model", "compiled inside", "parametrized"}
+    alike |= {"accumulation by scheduler", "automatic", "compiled", "gradient checkpointing"}
     assert wrong_in(play, {name: loop for name, loop in LOOPS.items() if name not in alike}) == {}
 
 

@@ -158,7 +158,6 @@ CASES = {
     "validation by a share of what was agreed on": Case(
         (8, 12), [8, 8], (8, 12), {"val_check_interval": 0.5}, validates=[(0, 3), (0, 7), (1, 3), (1, 7)]
     ),
-    "a limit": Case((8, 12), [5, 5], (8, 12), {"limit_train_batches": 5}, says=("", "")),
     "a share": Case(
         (8, 12), [4, 4], (8, 12), {"limit_train_batches": 0.5}, says=(unequal("group 0 has 4, group 1 has 6", 4), "")
     ),
@@ -225,7 +224,6 @@ CASES = {
     ),
     "hooks that move batches": Case((5, 25), [10, 8], choices={"make": partial(noting, **MOVES)}),
     "max_steps=9": Case((5, 25), [9], choices={"max_steps": 9, "max_epochs": -1}, validates=[]),
-    "max_steps=10": Case((5, 25), [10], choices={"max_steps": 10, "max_epochs": -1}),
     "max_steps=11": Case((5, 25), [10, 1], choices={"max_steps": 11, "max_epochs": -1}, validates=[(0, 9)]),
     # Of more ranks than two.
     "ranks of a group differ": Case(
