@@ -64,16 +64,7 @@ def move(model: nn.Module, noise: Iterable[Tensor]) -> None:
 
 
 class Training:
-    """A model whose parameters and buffers move by known noise. The training thread never waits for the device.
-
-    Args:
-        device: Where the model is.
-        group: The worker group, whose noise differs from that of others.
-        groups: Number of worker groups.
-        lane: What works beside the training thread.
-        topology: The ranks, in place of the number of groups.
-        choices: What is chosen for the engine.
-    """
+    """A model whose parameters and buffers move by known noise. The training thread never waits for the device."""
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ import logging
 import runpy
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 from math import floor, nan
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from tests.engine.groups import Groups, copied, grouped
+from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo
+from tests.engine.groups import copied, grouped
 from tests.engine.test_reference import assert_same
 from tests.methods import FOLDER, DelayedNesterov, EagerGroups, EagerUpdates, Paced, Stay
 from tests.ranks import run_ranks
@@ -99,17 +99,6 @@ def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: 
             m, summed = momentum * m + summed / every, 0.0
             theta -= 0.3 * ((1 - spread * every + spread) * momentum * m + gradient / every)
         assert value.item() == pytest.approx(theta, rel=1e-9, abs=1e-9)
-
-
-def test_every_step_it_is_nesterov_sgd() -> None:
-    delayed = partial(DelayedNesterov, lr=0.7, momentum=0.9, every=1)
-    models = []
-    for outer in ({"outer_optimizer": delayed}, {"outer_lr": 0.7, "outer_momentum": 0.9}):
-        run = Groups(2, "sgd", sync_every=4, overlap_steps=2, mixing=0.25, fragments=grouped(2), **outer)
-        run.until(30)
-        run.groups.finish()
-        models.append(copied(run.models[0].named_parameters()))
-    torch.testing.assert_close(*models, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.37])
@@ -236,11 +225,7 @@ EAGER: dict[str, Any] = {
 
 
 def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int, fragments: int) -> list[list[Tensor]]:
-    """Algorithm 3 of arXiv 2502.12996: every group has outer parameters and a Nesterov momentum of its own.
-
-    Returns:
-        The local parameters of every group after every inner step.
-    """
+    """Algorithm 3 of arXiv 2502.12996: every group has outer parameters and a Nesterov momentum of its own."""
     models = [mlp() for _ in range(groups)]
     optimizers = [inner_optimizer("sgd", model) for model in models]
     outer = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
@@ -269,7 +254,21 @@ def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int,
     return trajectory
 
 
-@settings(max_examples=25, deadline=None)
+def eager_trained(groups: int, **choices: Any) -> tuple[EagerGroups, Callable[[int], list[Landing]], list[nn.Module]]:
+    """Eager groups, what trains an inner step of all of them, and their models."""
+    models: list[nn.Module] = [mlp() for _ in range(groups)]
+    optimizers = [inner_optimizer("sgd", model) for model in models]
+    simulated = EagerGroups(models, **{**EAGER, **choices})
+
+    def step(number: int) -> Any:
+        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            train_step(model, optimizer, group, number)
+        return simulated.step()[0]
+
+    return simulated, step, models
+
+
+@settings(max_examples=15, deadline=None)
 @given(
     groups=st.integers(1, 4),
     every=st.integers(1, 7),
@@ -279,14 +278,10 @@ def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int,
 )
 def test_groups_do_what_the_paper_says(groups: int, every: int, overlap: int, momentum: float, fragments: int) -> None:
     """Whenever the mean comes: nothing of it is taken in before the next launch."""
-    choices = {**EAGER, "sync_every": every, "overlap_steps": min(overlap, every - 1), "outer_momentum": momentum}
-    models = [mlp() for _ in range(groups)]
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    simulated = EagerGroups(models, **{**choices, "fragments": grouped(fragments)})
-    for step, expected in enumerate(eager_loops(groups, 22, 0.7, momentum, every, fragments), 1):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        simulated.step()
+    choices = {"sync_every": every, "overlap_steps": min(overlap, every - 1), "outer_momentum": momentum}
+    _, step, models = eager_trained(groups, **choices, fragments=grouped(fragments))
+    for number, expected in enumerate(eager_loops(groups, 22, 0.7, momentum, every, fragments), 1):
+        step(number)
         for actual, values in zip([p for model in models for p in model.parameters()], expected, strict=True):
             torch.testing.assert_close(actual.detach(), values, rtol=1e-4, atol=2e-5)
 
@@ -306,13 +301,9 @@ def in_process(rank: int, world_size: int) -> tuple[list[Tensor], float]:
 
 
 def test_processes_make_the_eager_updates_of_the_simulation() -> None:
-    models = [mlp() for _ in range(2)]
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    simulated = EagerGroups(models, **{**EAGER, "compression": "fp4"})
-    for step in range(1, 32):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        simulated.step()
+    simulated, step, models = eager_trained(2, compression="fp4")
+    for number in range(1, 32):
+        step(number)
     simulated.finish()
     told = run_ranks(in_process, 2)
     for held, _ in told:
@@ -320,43 +311,27 @@ def test_processes_make_the_eager_updates_of_the_simulation() -> None:
     assert len({apart for _, apart in told}) == 2, "groups train from parameters of their own"
 
 
-def test_the_last_mean_is_that_of_all_progress() -> None:
+def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out_and_comes_back() -> None:
     """What was trained since the last launch counts once, and so does what a landing has brought meanwhile."""
-    models = [mlp() for _ in range(2)]
-    choices = {**EAGER, "fragments": grouped(1), "sync_every": 6, "overlap_steps": 2}
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    simulated = EagerGroups(models, **choices)
-    for step in range(1, 10):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        simulated.step()
-        if step == 6:
-            began = [[p.detach().clone() for p in model.parameters()] for model in models]
-    outer = simulated.outer_state_dict()
-    progress = [
-        sum(p.detach() - b for p, b in zip(both, start, strict=True)) / 2
-        for both, start in zip(
-            zip(*(model.parameters() for model in models), strict=True), zip(*began, strict=True), strict=True
-        )
-    ]
+    simulated, step, models = eager_trained(2, fragments=grouped(1), sync_every=6, overlap_steps=2)
+    for number in range(1, 10):
+        step(number)
+        if number == 6:
+            began = [copied(model.named_parameters()) for model in models]
+    expected = simulated.outer_state_dict()
+    for model, start in zip(models, began, strict=True):
+        for name, values in model.named_parameters():
+            expected[name] = expected[name] + (values.detach() - start[name]) / 2
     simulated.finish()
-    for (name, values), moved in zip(simulated.outer_state_dict().items(), progress, strict=True):
-        torch.testing.assert_close(values, outer[name] + moved, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(simulated.outer_state_dict(), expected, rtol=1e-5, atol=1e-6)
 
-
-def test_a_group_that_is_not_finite_is_left_out_and_comes_back() -> None:
-    models = [mlp() for _ in range(3)]
-    optimizers = [inner_optimizer("sgd", model) for model in models]
-    simulated = EagerGroups(models, **EAGER)
-    left_out = []
-    for step in range(1, 31):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            train_step(model, optimizer, group, step)
-        if step == 9:
-            models[1][0].weight.data.fill_(nan)
-        left_out += [landing.left_out for landing in simulated.step()[0] if landing.left_out]
-    assert left_out
-    assert set(left_out) == {(1,)}
+    simulated, step, models = eager_trained(3)
+    left_out = set()
+    for number in range(1, 31):
+        if number == 9:
+            nn.init.constant_(models[1][0].weight, nan)  # type: ignore[index]
+        left_out |= {landing.left_out for landing in step(number)}
+    assert left_out == {(), (1,)}
     assert all(bool(p.isfinite().all()) for model in models for p in model.parameters())
     simulated.finish()
     for model in models[1:]:
@@ -366,26 +341,17 @@ def test_a_group_that_is_not_finite_is_left_out_and_comes_back() -> None:
 # Unequal speeds
 
 
-def counted(batches: list[Any]) -> list[int]:
-    """After every inner step: how many have been trained."""
-    return [sum(batch is not None for batch in batches[: step + 1]) for step in range(len(batches))]
-
-
-@pytest.mark.parametrize("speed", [0.1, 0.3, 0.5, 2 / 3, 0.75, 0.99, 1.0])
-def test_in_t_steps_as_many_are_trained_as_there_is_time_for(speed: float) -> None:
-    paced = Paced(range(1000), speed=speed)
-    assert len(paced) == 1000
-    assert counted(list(paced)) == [floor(speed * step + 1e-6) for step in range(1, 1001)]
-    # What is left of the time is not lost at the end of an epoch.
-    short = Paced(range(7), speed=speed)
-    assert sum(batch is not None for _ in range(100) for batch in short) == floor(speed * 700 + 1e-6)
-
-
-def test_an_inner_step_is_trained_with_all_its_micro_batches_or_not_at_all() -> None:
+def test_in_t_steps_as_many_are_trained_as_there_is_time_for_each_with_all_its_micro_batches() -> None:
+    for speed in (0.1, 0.3, 0.5, 2 / 3, 0.99, 1.0):
+        batches = list(Paced(range(1000), speed=speed))
+        trained = list(accumulate(batch is not None for batch in batches))
+        assert trained == [floor(speed * step + 1e-6) for step in range(1, 1001)]
+        # What is left of the time is not lost at the end of an epoch.
+        short = Paced(range(7), speed=speed)
+        assert sum(batch is not None for _ in range(100) for batch in short) == floor(speed * 700 + 1e-6)
     batches = list(Paced(range(10), speed=0.5, micro_batches=4))
     assert batches == [None, None, None, None, 0, 1, 2, 3, None, None]
-    without_length = list(Paced(iter(range(3)), speed=0.5))
-    assert without_length == [None, 0, None, 1, None, 2, None]
+    assert list(Paced(iter(range(3)), speed=0.5)) == [None, 0, None, 1, None, 2, None], "without a length"
 
 
 class Resumable:
@@ -415,16 +381,16 @@ def heard(*times: float) -> Any:
     )
 
 
-@pytest.mark.parametrize("stop", range(1, 9))
-def test_it_goes_on_where_it_was(stop: int) -> None:
-    first = Paced(Resumable(), micro_batches=2).follow(heard(1.0, 1.6))
-    items, seen = iter(first), []
-    for _ in range(stop):
-        seen.append(next(items))
-    second = Paced(Resumable(), micro_batches=2).follow(heard(0.0, 0.0))
-    second.load_state_dict(first.state_dict())
-    assert second.speed == first.speed == 1.0 / 1.6
-    assert list(second) == list(items)
+def test_it_goes_on_where_it_was() -> None:
+    for stop in range(1, 9):
+        first = Paced(Resumable(), micro_batches=2).follow(heard(1.0, 1.6))
+        items = iter(first)
+        for _ in range(stop):
+            next(items)
+        second = Paced(Resumable(), micro_batches=2).follow(heard(0.0, 0.0))
+        second.load_state_dict(first.state_dict())
+        assert second.speed == first.speed == 1.0 / 1.6
+        assert list(second) == list(items)
 
 
 def test_auto_is_the_share_of_the_fastest_among_what_is_known() -> None:
@@ -448,7 +414,7 @@ def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_mic
             StreamingDiLoCo(torch.nn.Linear(2, 2)).step(trained=micro_batches)  # type: ignore[arg-type]
 
 
-STEP = 0.08
+STEP = 0.05
 
 
 def test_real_processes_do_not_wait_for_a_paced_group() -> None:

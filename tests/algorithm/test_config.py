@@ -11,6 +11,7 @@ import torch
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings, recommended
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32, Int2, RandomK, Threshold, TopK
+from tests.engine.groups import Groups, unlike
 from tests.training import mlp
 
 CUT = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
@@ -86,36 +87,16 @@ def test_numbers_that_do_not_suit_sparse_get_one_warning_that_names_those_that_d
             assert f"chooses outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
 
 
-def trained(steps: int, start: Any = None, **choices: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The outer parameters of one group after some steps, and the state of the engine before the end."""
-    torch.manual_seed(0)
-    model = mlp()
-    engine = StreamingDiLoCo(model, **CUT, **choices)
-    if start is not None:
-        engine.load_state_dict(start)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        generator = torch.Generator().manual_seed(engine.inner_steps)
-        optimizer.zero_grad()
-        model(torch.randn(8, 5, generator=generator)).square().mean().backward()
-        optimizer.step()
-        engine.step()
-    state = engine.state_dict()
-    engine.finish()
-    return engine.outer_state_dict(), state
-
-
-def test_what_is_chosen_trains_bit_for_bit_as_its_numbers_do_and_is_resumed_with_them(tmp_path: Path) -> None:
-    chosen, state = trained(15)
-    given, _ = trained(15, **recommended()._asdict())
-    assert all(torch.equal(values, given[name]) for name, values in chosen.items())
-    assert state["settings"]["outer_lr"] == repr(recommended().outer_lr)
+def test_a_run_is_resumed_with_the_numbers_that_it_was_saved_with(tmp_path: Path) -> None:
+    assert StreamingDiLoCo(mlp(), **CUT).state_dict()["settings"]["outer_lr"] == repr(recommended().outer_lr)
     numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
-    expected, _ = trained(15, **numbers)
-    _, state = trained(9, **numbers)
-    resumed, after = trained(6, state)
-    assert all(torch.equal(values, resumed[name]) for name, values in expected.items())
-    assert after["settings"]["mixing"] == "0.375"
+    whole, resumed = Groups(**CUT, **numbers), Groups(**CUT)
+    whole.until(9)
+    resumed.load(whole.saved())
+    for run in (whole, resumed):
+        run.until(15)
+    assert unlike(whole.seen(), resumed.seen()) == []
+    assert resumed.engines[0].state_dict()["settings"]["mixing"] == "0.375"
     path = tmp_path / "a.ckpt"
     StreamingDiLoCo(mlp(), **CUT, **numbers).save(path)
     engine = StreamingDiLoCo(mlp(), **CUT)

@@ -88,16 +88,6 @@ def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
     assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
 
 
-def test_the_final_exchange_rounds_once() -> None:
-    outer = []
-    for exchange in ("two_shot", "gather"):
-        run = trained(4, 7, exchange=exchange, compression="bf16")
-        assert run.engines[0].report()["launches"] == 0
-        run.groups.finish()
-        outer.append(run.groups.outer_state_dict())
-    assert unlike(*outer) == []
-
-
 # What is sent
 
 
@@ -357,44 +347,29 @@ def in_stages(*stages: Callable[[], Any]) -> Work[Any]:
     return stages[-1]()
 
 
-def test_a_flight_is_sent_while_an_earlier_one_is_still_on_its_way() -> None:
-    background = ThreadBackground(torch.device("cpu"))
-    second_was_sent = threading.Event()
+def test_flights_overlap_their_stages_keep_the_order_of_launches_and_one_that_fails_ends_alone() -> None:
+    background, second_was_sent, order = ThreadBackground(torch.device("cpu")), threading.Event(), []
 
     def wait() -> None:
         assert second_was_sent.wait(10)
 
-    first = background.start(in_stages(lambda: None, wait, lambda: 1))
-    second = background.start(in_stages(second_was_sent.set, lambda: None, lambda: 2))
-    assert (first.result(), second.result()) == (1, 2)
-    background.close()
-
-
-def test_stages_keep_the_order_of_the_launches() -> None:
-    background, order = ThreadBackground(torch.device("cpu")), []
+    def fail() -> None:
+        raise ExchangeError("gone")
 
     def stage(name: str, number: int) -> Any:
         return lambda: order.append((name, number))
 
+    first = background.start(in_stages(lambda: None, wait, lambda: 1))
+    second = background.start(in_stages(second_was_sent.set, lambda: None, lambda: 2))
+    failed = background.start(in_stages(lambda: None, fail, stage("never", 0)))
     flights = [background.start(in_stages(*(stage(name, number) for name in "abc"))) for number in range(50)]
-    flights[-1].result()
-    for name in "abc":
-        assert [number for own, number in order if own == name] == list(range(50))
-    background.close()
-
-
-def test_a_failed_stage_ends_its_flight_and_the_background_goes_on() -> None:
-    background = ThreadBackground(torch.device("cpu"))
-    reached: list[int] = []
-
-    def fail() -> None:
-        raise ExchangeError("gone")
-
-    failed = background.start(in_stages(lambda: None, fail, lambda: reached.append(1)))
-    following = background.start(in_stages(lambda: None, lambda: None, lambda: 3))
+    assert (first.result(), second.result()) == (1, 2)
     with pytest.raises(ExchangeError, match="gone"):
         failed.result()
-    assert (following.result(), reached) == (3, [])
+    flights[-1].result()
+    assert {name: [number for own, number in order if own == name] for name, _ in order} == {
+        name: list(range(50)) for name in "abc"
+    }
     background.close()
 
 

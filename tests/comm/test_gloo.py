@@ -50,7 +50,7 @@ def met(rank: int, world_size: int, groups: int) -> tuple[int, int]:
     return before, loops() if sys.platform == "linux" else 0
 
 
-@pytest.mark.parametrize(("world_size", "groups", "own"), [(2, 2, 0), (3, 3, 0), (4, 2, 1), (2, 1, 1)])
+@pytest.mark.parametrize(("world_size", "groups", "own"), [(3, 3, 0), (4, 2, 1)])
 def test_all_process_groups_need_no_thread_but_that_of_the_world(world_size: int, groups: int, own: int) -> None:
     for before, after in run_ranks(met, world_size, groups):
         # The ranks of a group of several use gloo as torch makes it.

@@ -17,14 +17,15 @@ from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
-from lightning_sdiloco import FastestPairs, OuterOptimizer, RandomPairs, Ring, StreamingDiLoCoStrategy, TwoShot
+from lightning_sdiloco import RandomPairs, Ring, StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, DirectExchange, Unanswered
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link
 from tests import pretend
-from tests.known_training import CHOICES, STEPS, LateLane, Training, same, wait_for_flights
+from tests.known_training import CHOICES as KNOWN
+from tests.known_training import STEPS, LateLane, Training, same, wait_for_flights
 from tests.pretend import IS_POSSIBLE, ccl
 from tests.ranks import run_processes, run_ranks
 
@@ -35,13 +36,8 @@ pytestmark = [
 
 Seen = list[list[Tensor]]
 
-PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5}
-OF_ROUTES: dict[str, dict[str, Any]] = {
-    "pairs": {**PAIRS, "compression": "int8"},
-    "fastest pairs, offloaded": {**PAIRS, "route": FastestPairs(speeds=(1, 2, 1, 2)), "compression": "fp32"},
-    "ring": {"route": Ring(), "compression": "fp32"},
-}
-OF_ROUTES["fastest pairs, offloaded"]["outer_optimizer"] = OuterOptimizer(offload=True)
+PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5, "compression": "int8"}
+CHOICES = {**KNOWN, "pairs": PAIRS, "ring": {"route": Ring(), "compression": "fp32"}}
 
 
 def joined(world_size: int, groups: int, device: str) -> Topology:
@@ -71,10 +67,9 @@ def run_of(training: Training) -> tuple[Seen, dict[str, float], int]:
 
 CASES: dict[tuple[int, int], list[tuple[str, type[ThreadBackground]]]] = {
     # By groups and ranks.
-    (2, 2): [("fp4", LateLane), ("fp32, two shots, offloaded", LateLane), ("error feedback", LateLane)],
-    (3, 3): [("fp4", ThreadBackground), ("random, two shots", ThreadBackground), ("pairs", LateLane)],
-    (2, 4): [("fp4", ThreadBackground), ("fp32, two shots", ThreadBackground)],
-    (4, 4): [("fastest pairs, offloaded", LateLane), ("ring", ThreadBackground)],
+    (3, 3): [("fp4", LateLane), ("random, two shots", ThreadBackground), ("error feedback", LateLane)],
+    (2, 4): [("fp4", ThreadBackground), ("fp32, two shots, offloaded", LateLane)],
+    (4, 4): [("pairs", LateLane), ("ring", ThreadBackground)],
 }
 
 
@@ -85,8 +80,7 @@ def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo
         for device in ("cpu", "pretend"):
             topology = joined(world_size, groups, device)
             for name, lane in CASES[groups, ranks]:
-                choices = (CHOICES | OF_ROUTES)[name]
-                training = Training(device, topology.group_index, lane=lane, topology=topology, **choices)
+                training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
                 training.engine.diagnose()
                 seen[name].append(run_of(training))
         ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
@@ -154,38 +148,41 @@ def test_messages_of_different_sizes_reach_their_groups_and_nothing_is_sent_for_
         assert received == [[10 * sender + rank + 50 * turn] * rank for turn in range(2) for sender in range(3)]
 
 
-def test_the_link_is_measured_from_device_to_device() -> None:
-    def run(rank: int, world_size: int) -> tuple[Link, int]:
-        topology = joined(2, 2, "pretend")
-        return measure_link(topology, timeout=30), topology.exchange.bytes_sent
-
-    (link, sent), (other, _) = run_ranks(run, 2)
-    assert link == other
-    assert link.gbit_s > 0
-    assert sent > 64_000
-
-
-def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> None:
     class Joined(Exception):
         pass
 
     def of_world(*args: Any) -> Any:
         raise Joined(args[3])
 
-    monkeypatch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
-    monkeypatch.setattr(Topology, "of_world", of_world)
+    def run(rank: int, world_size: int) -> list[str]:
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
+            patch.setattr(Topology, "of_world", of_world)
+            for given in ("auto:nccl", TwoShot("equal", backend="nccl"), "gather:gloo", "auto"):
+                trainer = Trainer(
+                    accelerator="cpu",
+                    strategy=StreamingDiLoCoStrategy(exchange=given),
+                    logger=False,
+                    enable_checkpointing=False,
+                )
+                with pytest.raises(Joined) as joined:
+                    trainer.fit(BoringModel())
+                found.append(str(joined.value))
+        return found
 
-    def run(rank: int, world_size: int, given: str | TwoShot) -> str:
-        strategy = StreamingDiLoCoStrategy(exchange=given)
-        trainer = Trainer(accelerator="cpu", strategy=strategy, logger=False, enable_checkpointing=False)
-        with pytest.raises(Joined) as joined:
-            trainer.fit(BoringModel())
-        return str(joined.value)
+    stub = str(DeviceBackend("stub", torch.device("cpu")))
+    assert run_processes(run, 1) == [[stub, stub, "None", "None"]]
 
-    stub = DeviceBackend("stub", torch.device("cpu"))
-    for given in ("auto:nccl", TwoShot("equal", backend="nccl")):
-        assert run_processes(run, 1, given) == [str(stub)]
-    assert run_processes(run, 1, "gather:gloo") == run_processes(run, 1, "auto") == ["None"]
+    def measured(rank: int, world_size: int) -> tuple[Link, int]:
+        topology = joined(2, 2, "pretend")
+        return measure_link(topology, timeout=30), topology.exchange.bytes_sent
+
+    (link, sent), (other, _) = run_ranks(measured, 2)
+    assert link == other
+    assert link.gbit_s > 0
+    assert sent > 64_000
 
 
 def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
@@ -221,12 +218,12 @@ def stopping(at_step_9: str) -> Callable[[int, int], None]:
 
     def run(rank: int, world_size: int) -> None:
         topology = joined(world_size, 2, "pretend")
-        training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=2))
+        training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=1))
         if rank == world_size - 1:
             if at_step_9 == "silent":
                 # Its hosts go on to answer, and its device does not.
                 topology.exchange.post = lambda *_: None  # type: ignore[method-assign]
-                training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(3.5)  # type: ignore[method-assign]
+                training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(2)  # type: ignore[method-assign]
             else:
                 topology.exchange.post = dying  # type: ignore[method-assign]
         for _ in range(STEPS):

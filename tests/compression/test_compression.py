@@ -37,6 +37,7 @@ from lightning_sdiloco.compression import (
     weighted_mean,
 )
 from lightning_sdiloco.compression.fp4 import BLOCK
+from tests.bits import same_bits, vector
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 CHUNK = 1 << 20
@@ -47,12 +48,8 @@ UNIT = 2 * 4096
 class Case(NamedTuple):
     """A compression and what holds for it.
 
-    Attributes:
-        compression: The compression.
-        bits: Bits that a value takes at most.
-        error: Norm of what is lost, as a share of that of the values, at most.
-        exact: Values that come back as they are.
-        largest: Of the largest of all values, what comes back at least.
+    At most: bits of a value, and norm of what is lost as a share of that of the values. Then values that come back as
+    they are, and how much of the largest of all comes back at least.
     """
 
     compression: Compression
@@ -104,11 +101,7 @@ near = st.floats(min_value=-1.0, max_value=1.0, width=32)
 def vectors(elements: st.SearchStrategy[float] = finite) -> st.SearchStrategy[Tensor]:
     """Short lists of values repeated to any length, so that blocks and their ends fall anywhere."""
     lists = st.lists(elements, min_size=1, max_size=40)
-    return st.builds(lambda values, numel: repeat(torch.tensor(values), numel), lists, st.integers(1, 3 * BLOCK))
-
-
-def repeat(values: Tensor, numel: int) -> Tensor:
-    return values.repeat(-(-numel // len(values)))[:numel].contiguous()
+    return st.builds(vector, lists, st.integers(1, 3 * BLOCK))
 
 
 def heavy_tailed(numel: int, seed: int = 0) -> Tensor:
@@ -120,10 +113,6 @@ def round_trip(compression: Compression, values: Tensor) -> Tensor:
     out = torch.full_like(values, torch.nan)
     compression.decode(compression.encode(values), out)
     return out
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 
 # --- what holds for every compression --------------------------------------------------------------------------------
@@ -266,33 +255,6 @@ def test_auto_is_refused_where_nothing_measures_a_link() -> None:
             refused()
 
 
-def test_a_command_line_names_what_takes_arguments_by_its_class() -> None:
-    def chosen(compression: str | Compression = "fp4") -> None: ...
-
-    parser = pytest.importorskip("jsonargparse").ArgumentParser()
-    parser.add_function_arguments(chosen)
-    for words, expected in (
-        ("TopK share=0.02 values=Int2", TopK(0.02, Int2())),
-        ("TopK share=0.02 values=Int2 over=senders", TopK(0.02, Int2(), over="senders")),
-        ("Threshold share=0.02 values=FP4 least=3", Threshold(0.02, FP4(), 3.0)),
-        ("Threshold share=0.02 values=FP4 every=9", Threshold(0.02, FP4(), every=9)),
-        ("RandomK every=32 values=BFloat16", RandomK(32, BFloat16())),
-        ("RandomBlock every=32 values=MXFP4", RandomBlock(32, MXFP4())),
-        ("ErrorFeedback compression=FP4 decay=0.9", ErrorFeedback(FP4(), 0.9)),
-    ):
-        name, *arguments = words.split()
-        parsed = parser.parse_args([f"--compression={name}", *(f"--compression.{argument}" for argument in arguments)])
-        assert parser.instantiate_classes(parsed).compression == expected
-
-
-# --- bf16 ------------------------------------------------------------------------------------------------------------
-
-
-def test_bf16_rounds_ties_to_even() -> None:
-    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8)])
-    assert round_trip(BFloat16(), values).tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
-
-
 # --- whole numbers, microscaling, two bits ----------------------------------------------------------------------------
 
 
@@ -329,6 +291,11 @@ def nearest(value: float, levels: list[float]) -> float:
     return levels[next((code for code in codes if code % 2 == 0), codes[0])]
 
 
+def test_bf16_rounds_ties_to_even() -> None:
+    values = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -(1 + 2**-8)])
+    assert round_trip(BFloat16(), values).tolist() == [1.0, 1 + 2**-6, 1 + 2**-7, -1.0]
+
+
 def test_fp8_cuts_nothing_off() -> None:
     """The largest magnitude is rounded before the power of two is chosen: 249 goes to 256, and 247 to 240."""
     for power in (1.0, 2.0**-100, 2.0**100):
@@ -337,25 +304,25 @@ def test_fp8_cuts_nothing_off() -> None:
             assert round_trip(FP8(), values).tolist() == [expected * power, -power]
 
 
-def test_mxfp4_payload_byte_by_byte() -> None:
-    values = torch.tensor([6.0, -0.5, 0.0, 8.0 - 2**-20, -3.0]) * 2.0**3
-    # The power of two, biased by 127 | 6 and -0.5 | 0 and what is cut off at 6 | -3 and padding
-    assert MXFP4().encode(values).tolist() == [130, 0x97, 0x70, 0x0D]
-
-
-def test_int2_payload_byte_by_byte() -> None:
-    #  low and high magnitude as bfloat16, low byte first | codes 3, 0, 1, 2 from the lowest bits on | 0 and the rest
+def test_payloads_byte_by_byte() -> None:
+    values = torch.zeros(4096)
+    values[0x123], values[0xABC] = 1.0, -2.0
+    sparse = [0x23, 0xC1, 0xAB, 0, 0, 0x80, 0x3F, 0, 0, 0x00, 0xC0]
+    for compression, given_values, expected in (
+        # The power of two, biased by 127 | 6 and -0.5 | 0 and what is cut off at 6 | -3 and padding
+        (MXFP4(), [48.0, -4.0, 0.0, 64.0 - 2**-17, -24.0], [130, 0x97, 0x70, 0x0D]),
+        # The top of 127 or 7 as bfloat16, low byte first | two's complement, ties to even | two to a byte
+        (Int8(), [127.0, 0.5, 1.5, -2.5, -3.5], [0xFE, 0x42, 127, 0, 2, 254, 252]),
+        (Int4(), [7.0, 0.5, 1.5, -2.5, -3.5], [0xE0, 0x40, 0x07, 0xE2, 0x0C]),
+        # The top of 1.0 | 1.0 and -0.5 | 0.0 and the lowest level | -0.0 and padding
+        (FP4(), [1.0, -0.5, 0.0, 2.0**-6, -0.0], [0x80, 0x3F, 0xE7, 0x10, 0x08]),
+        # Positions of 12 bits | the values
+        (TopK(1e-6, Float32()), values.tolist(), sparse),
+    ):
+        assert compression.encode(torch.tensor(given_values)).tolist() == expected, compression
+    # Low and high magnitude as bfloat16, low byte first | codes 3, 0, 1, 2 from the lowest bits on | 0 and the rest
     payload = Int2().encode(torch.tensor([-2.0, 1.0, 2.0, -1.0, 1.0])).tolist()
-    assert payload[:5] == [0x80, 0x3F, 0x00, 0x40, 0b10_01_00_11]
-    assert payload[5] & 3 == 0
-    assert len(payload) == 6
-
-
-def test_int8_and_int4_payloads_byte_by_byte() -> None:
-    # The top of 127 or 7 as bfloat16, low byte first | two's complement, ties to even | two to a byte
-    assert Int8().encode(torch.tensor([127.0, 0.5, 1.5, -2.5, -3.5])).tolist() == [0xFE, 0x42, 127, 0, 2, 254, 252]
-    assert Int4().encode(torch.tensor([7.0, 0.5, 1.5, -2.5, -3.5])).tolist() == [0xE0, 0x40, 0x07, 0xE2, 0x0C]
-
+    assert (payload[:5], payload[5] & 3, len(payload)) == ([0x80, 0x3F, 0x00, 0x40, 0b10_01_00_11], 0, 6)
     # A top between two of bfloat16 goes up.
     for compression in (Int8(), Int4()):
         for largest, top in ((1 + 2**-8, 0x3F81), (1 + 3 * 2**-8, 0x3F82), (1 + 2**-8 - 2**-23, 0x3F80)):
@@ -370,9 +337,7 @@ def test_int2_takes_the_upper_magnitude_of_two_that_are_as_near() -> None:
         # A value that is the mean of all belongs to the upper set, whose mean is 3 for it.
         values = torch.tensor([1.0, -1.0, -2.0, 4.0])
         assert (round_trip(Int2(), values * power) / power).tolist() == [1.0, -1.0, -3.0, 3.0]
-
-
-def test_int2_keeps_zeros_and_only_then_gives_up_the_lower_magnitude() -> None:
+    # Where there are zeros, and only there, it gives up the lower magnitude.
     values = heavy_tailed(1000)
     assert (round_trip(Int2(), values).abs() > 0).all()
     values[500] = 0.0
@@ -420,13 +385,6 @@ def test_topk_sends_the_largest_of_every_block_exactly() -> None:
                 largest = block.abs().argsort(descending=True)[: kept + kept % 2]
                 expected[start + largest] = block[largest]
             assert same_bits(round_trip(TopK(share, Float32()), values), expected)
-
-
-def test_topk_payload_byte_by_byte() -> None:
-    values = torch.zeros(4096)
-    values[0x123], values[0xABC] = 1.0, -2.0
-    one, other = [0, 0, 0x80, 0x3F], [0, 0, 0x00, 0xC0]
-    assert TopK(1e-6, Float32()).encode(values).tolist() == [0x23, 0xC1, 0xAB, *one, *other]
 
 
 def test_what_is_out_of_range_is_refused() -> None:
@@ -567,12 +525,6 @@ def test_fp4_is_the_reference_around_every_threshold() -> None:
         assert bytes(FP4().encode(values).tolist()) == reference_encode(values.tolist())
 
 
-def test_fp4_payload_byte_by_byte() -> None:
-    values = torch.tensor([1.0, -0.5, 0.0, 2.0**-6, -0.0])
-    #  top of 1.0 as bfloat16, low byte first | 1.0 and -0.5 | 0.0 and the lowest level | -0.0 and padding
-    assert FP4().encode(values).tolist() == [0x80, 0x3F, 0xE7, 0x10, 0x08]
-
-
 def test_every_byte_decodes_to_its_two_codes() -> None:
     payload = torch.cat((torch.tensor([0x40, 0x40] * 4), torch.arange(256))).to(torch.uint8)
     out = torch.empty(512)
@@ -580,35 +532,9 @@ def test_every_byte_decodes_to_its_two_codes() -> None:
     assert same_bits(out, torch.tensor(reference_decode(bytes(payload.tolist()), 512)))
 
 
-@given(values=st.one_of(vectors(), vectors(near)))
-@settings(max_examples=40, deadline=None)
-def test_fp4_error_of_each_value(values: Tensor) -> None:
-    """A third of the value, or 3/256 of the top for those that go to zero (the least top is 2^-119)."""
-    decoded = round_trip(FP4(), values).double()
-    blocks = -(-values.numel() // BLOCK)
-    largest = torch.nn.functional.pad(values, (0, blocks * BLOCK - values.numel())).view(-1, BLOCK).abs().amax(1)
-    floor = largest.double().clamp_min(2.0**-119).repeat_interleave(BLOCK)[: values.numel()] * 3 / 256
-    exact = values.double()
-    error = (decoded - exact).abs()
-    assert (error <= torch.maximum(exact.abs() / 3, floor)).all()
-    assert (error <= exact.abs()).all()
-
-
-def test_fp4_chunks_give_the_bytes_of_block_aligned_pieces() -> None:
-    values = heavy_tailed(2 * CHUNK + BLOCK + 3)
-    pieces = [(FP4().encode(piece), 2 * -(-len(piece) // BLOCK)) for piece in values.split(37 * BLOCK)]
-    tops, codes = [p[:end] for p, end in pieces], [p[end:] for p, end in pieces]
-    assert torch.equal(FP4().encode(values), torch.cat(tops + codes))
-
-
-def test_fp4_decodes_to_finite_values_whatever_it_was_given_and_refuses_a_payload_of_another_size() -> None:
-    for bad in (math.nan, math.inf, -math.inf):
-        assert round_trip(FP4(), torch.tensor([1.0, bad, 0.0])).isfinite().all()
+def test_fp4_refuses_a_payload_of_another_size_and_hardly_shrinks_on_average() -> None:
     with pytest.raises(AssertionError, match="another size"):
         FP4().decode(FP4().encode(torch.ones(300)), torch.empty(200))
-
-
-def test_fp4_hardly_shrinks_on_average() -> None:
     values = heavy_tailed(100_000)
     bias = (values.double() * round_trip(FP4(), values)).sum() / values.double().square().sum()
     assert 0.96 < bias < 1.01

@@ -81,17 +81,7 @@ def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> No
 
 
 class Groups:
-    """Simulated groups with models and inner optimizers of their own, in their first inner step.
-
-    Args:
-        groups: Number of worker groups.
-        inner: The inner optimizer.
-        net: From a seed to a model.
-        links: Bytes per second of the link of each group.
-        idle: ``(group, step)`` to whether the group does not train.
-        micro_batches: ``(group, step)`` to how many it trains.
-        choices: What is chosen for the engines.
-    """
+    """Simulated groups with models and inner optimizers of their own, in their first inner step."""
 
     def __init__(
         self,

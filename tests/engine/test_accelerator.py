@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.compression import ErrorFeedback, Int4
-from lightning_sdiloco.engine import GroupMean
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.engine.outer import OnHost
 from lightning_sdiloco.lightning.monitor import Deferred
@@ -28,7 +27,6 @@ from tests.known_training import (
     LateLane,
     Seen,
     Training,
-    extra_memory,
     floating,
     model_on,
     move,
@@ -185,20 +183,8 @@ def test_a_loss_is_logged_once_it_is_there_and_a_digest_waits_for_the_device_onc
 
 # What is on the device while outer state rests on the host
 
-
-@alone
-def test_offloaded_the_device_holds_what_is_in_flight_whatever_the_size_of_the_model() -> None:
-    of_fragment = 4 * 64 * 64
-    on_device = extra_memory(4, False, "pretend"), extra_memory(8, False, "pretend")
-    offloaded = extra_memory(4, True, "pretend"), extra_memory(8, True, "pretend")
-    assert on_device[1] - on_device[0] == 2 * 4 * of_fragment, "outer parameters and momentum of four more"
-    assert offloaded[1] == offloaded[0]
-
-
 WIDTH = 64
-COPY = 4 * WIDTH * WIDTH
-"""Bytes of a float32 copy of a fragment."""
-
+COPY = 4 * WIDTH * WIDTH  # bytes of a float32 copy of a fragment
 COPIES: list[tuple[dict[str, Any], int]] = [
     # Outer parameters and momentum come from the host for the flight, and the new ones go there: five copies.
     ({"exchange": "two_shot"}, 5),
@@ -207,70 +193,54 @@ COPIES: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-class Device:
-    """A training on the device, in as many equal fragments as there are layers."""
+def most_of(layers: int, choices: dict[str, Any]) -> dict[str, float]:
+    """How many copies of a fragment were at once on the device beside the model, by what was done."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to("pretend")
+    before, most = pretend.memory_allocated(), dict[str, float]()
 
-    def __init__(self, layers: int, choices: dict[str, Any]) -> None:
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to("pretend")
-        self.layers = layers
-        self._before = pretend.memory_allocated()
-        self.most: dict[str, float] = {}
-        self.engine = self.counted("start", partial(self._engine, choices))
-
-    def _engine(self, choices: dict[str, Any]) -> StreamingDiLoCo:
-        fragments = [[f"{layer}.*"] for layer in range(self.layers)]
-        every = 2 * self.layers
-        return StreamingDiLoCo(
-            self.model,
-            sync_every=every,
-            overlap_steps=1,
-            fragments=fragments,
-            outer_optimizer=OuterOptimizer(offload=True),
-            **choices,
-        )
-
-    def counted(self, name: str, work: Callable[[], Any]) -> Any:
-        """Does something and notes how many copies of a fragment there were at once on the device beside the model."""
+    def counted(name: str, work: Callable[[], Any]) -> Any:
         pretend.reset_peak_memory_stats()
         found = work()
-        extra = (pretend.max_memory_allocated() - self._before) / COPY
-        self.most[name] = max(self.most.get(name, 0.0), extra)
+        most[name] = max(most.get(name, 0.0), (pretend.max_memory_allocated() - before) / COPY)
         return found
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for parameter in self.model.parameters():
-            parameter.mul_(1.01)
-        self.engine.step()
-        wait_for_flights(self.engine)
+    def step() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.01)
+        engine.step()
+        wait_for_flights(engine)
 
-    def validate_and_save(self) -> None:
-        with self.engine.evaluate():
-            assert all(values.device.type == "cpu" for values in self.engine.state_dict()["local"])
-        self.engine.outer_state_dict()
+    def checkpoint() -> None:
+        with engine.evaluate():
+            assert all(values.device.type == "cpu" for values in engine.state_dict()["local"])
+        engine.outer_state_dict()
 
-    def names_without_the_device(self, mean: GroupMean | None = None) -> None:
+    def without_the_device(named: Callable[[], dict[str, Tensor]]) -> None:
         """Copies an outer model, or a mean, that rests on the host: its way does not lead over the device."""
-        before = pretend.memory_allocated()
+        held = pretend.memory_allocated()
         pretend.reset_peak_memory_stats()
-        named = self.engine.outer_state_dict() if mean is None else self.engine.view.named(mean)
-        assert {values.device.type for values in named.values()} == {"cpu"}
-        assert pretend.max_memory_allocated() == before
+        assert {values.device.type for values in named().values()} == {"cpu"}
+        assert pretend.max_memory_allocated() == held
 
-    def show_mean(self) -> None:
-        with self.engine.evaluate(self.engine.group_mean()):
+    def mean() -> None:
+        with engine.evaluate(engine.group_mean()):
             pass
 
-    def trained(self) -> dict[str, float]:
-        for step in range(5 * self.layers):
-            self.counted("step", self.step)
-            if step % 5 == 4:
-                self.counted("checkpoint", self.validate_and_save)
-                self.names_without_the_device()
-        self.counted("mean", self.show_mean)
-        self.names_without_the_device(self.engine.group_mean())
-        self.counted("end", self.engine.finish)
-        return self.most
+    every: dict[str, Any] = {"sync_every": 2 * layers, "overlap_steps": 1}
+    every["fragments"] = [[f"{layer}.*"] for layer in range(layers)]
+    start = partial(StreamingDiLoCo, model, outer_optimizer=OuterOptimizer(offload=True), **every, **choices)
+    engine = counted("start", start)
+    for number in range(5 * layers):
+        counted("step", step)
+        if number % 5 == 4:
+            counted("checkpoint", checkpoint)
+            without_the_device(engine.outer_state_dict)
+    counted("mean", mean)
+    taken = engine.group_mean()
+    without_the_device(lambda: engine.view.named(taken))
+    counted("end", engine.finish)
+    return most
 
 
 def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> None:
@@ -278,7 +248,7 @@ def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> 
 
     def run(rank: int, world_size: int) -> list[list[dict[str, float]]]:
         pretend.install()
-        return [[Device(layers, choices).trained() for layers in (8, 16)] for choices, _ in COPIES]
+        return [[most_of(layers, choices) for layers in (8, 16)] for choices, _ in COPIES]
 
     for (small, large), (_, copies) in zip(run_ranks(run, 2, timeout=100)[0], COPIES, strict=True):
         # What one flight takes at most, with what is prefetched for the next one.

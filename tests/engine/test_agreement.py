@@ -11,23 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import AgreementError, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine import start
+from tests.engine.groups import Rank, copied, unlike
 from tests.ranks import run_ranks
-from tests.training import LAYERS, backward, inner_optimizer, mlp, train_step
-
-
-def test_groups_start_from_the_parameters_and_buffers_of_the_first_rank() -> None:
-    def start(rank: int, world_size: int) -> list[float]:
-        torch.manual_seed(rank)
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        model[1].running_mean.fill_(float(rank))
-        StreamingDiLoCo(model)
-        return [*model[0].weight.flatten().tolist(), *model[1].running_mean.tolist()]
-
-    first, *others = run_ranks(start, 3)
-    assert first[-1] == 0.0
-    assert all(other == first for other in others)
+from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 
 def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_groups() -> None:
@@ -70,11 +58,6 @@ def test_outer_parameters_in_the_shards_of_other_ranks_are_an_error() -> None:
     assert all("do not hold the same outer parameters at the launch of fragment 0" in text for text in errors.values())
 
 
-def big_with_statistics() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
-
-
 @pytest.mark.parametrize(
     ("key", "choices", "told"),
     [
@@ -87,28 +70,23 @@ def test_whatever_else_of_the_outer_state_differs_is_an_error_before_it_is_lande
 ) -> None:
     """Of what groups take up where they go on: outer buffers, and the momentum with which rounds start."""
 
+    def net(seed: int) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
+
     def run(rank: int, world_size: int) -> None:
-        model = big_with_statistics()
         settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "mixing": 0.0}
-        engine = StreamingDiLoCo(model, **settings, **choices)
-
-        def steps(first: int, last: int) -> None:
-            for step in range(first, last + 1):
-                backward(model, optimizer, rank, step)
-                engine.average_gradients()
-                optimizer.step()
-                engine.step()
-
-        optimizer = inner_optimizer("sgd", model)
-        steps(1, 6)
-        state = engine.state_dict()
-        fragment = state["fragments"][0]
-        if key == "state":
-            fragment["state"] = {"momentum_buffer": torch.zeros(fragment["outer"].numel())}
-        values = fragment["state"]["momentum_buffer"] if key == "state" else fragment["buffers"][0]
-        values[77] += 1e-6 * rank
-        engine.load_state_dict(state)
-        steps(7, 9)
+        here = Rank(rank, WorkerGroups(2), "sgd", net, **settings, **choices)
+        for step in range(1, 10):
+            if step == 7:
+                state = here.engine.state_dict()
+                fragment = state["fragments"][0]
+                if key == "state":
+                    fragment["state"] = {"momentum_buffer": torch.zeros(fragment["outer"].numel())}
+                values = fragment["state"]["momentum_buffer"] if key == "state" else fragment["buffers"][0]
+                values[77] += 1e-6 * rank
+                here.engine.load_state_dict(state)
+            here.step(step)
 
     errors = run_ranks(run, 2, expect_failure=True)
     assert sorted(errors) == [0, 1]
@@ -135,20 +113,17 @@ def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
     assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
 
 
-def test_local_training_is_untouched_by_showing_the_outer_model() -> None:
-    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+def test_what_is_saved_while_the_outer_model_is_shown_is_local_training() -> None:
+    model = mlp()
     engine = StreamingDiLoCo(model, sync_every=50)
-    optimizer = inner_optimizer("adamw", model)
-    train_step(model, optimizer, 0, 1)
+    train_step(model, inner_optimizer("adamw", model), 0, 1)
     engine.step()
-    before = {name: values.clone() for name, values in model.state_dict().items()}
+    local = copied(model.named_parameters())
     with engine.evaluate(), engine.evaluate():
-        shown = {name: values.clone() for name, values in model.state_dict().items()}
+        assert unlike(copied(model.named_parameters()), engine.outer_state_dict()) == []
         state = copy.deepcopy(engine.state_dict())
-    assert not torch.equal(shown["0.weight"], before["0.weight"])
-    assert torch.equal(shown["0.weight"], engine.outer_state_dict()["0.weight"])
-    assert torch.equal(shown["1.running_mean"], torch.zeros(3))
-    assert all(torch.equal(values, before[name]) for name, values in model.state_dict().items())
-    resumed = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3))
+    resumed = mlp()
     StreamingDiLoCo(resumed, sync_every=50).load_state_dict(state)
-    assert all(torch.equal(values, before[name]) for name, values in resumed.named_parameters()), "it was saved, too"
+    for one in (model, resumed):
+        assert unlike(copied(one.named_parameters()), local) == []
+    assert unlike(engine.outer_state_dict(), local) != []

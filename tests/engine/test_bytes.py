@@ -66,15 +66,6 @@ def test_every_rank_sends_its_share_of_the_fragments_and_holds_its_share_of_the_
         assert found == pytest.approx({name: whole[0][name] / 2 for name in NAMES}, rel=0.02)
 
 
-def test_the_final_sync_sends_every_fragment_once_more_in_float32() -> None:
-    def run(rank: int, world_size: int) -> dict[str, float]:
-        return dict(fit(rank, world_size, 2, STEPS, {**CHOICES, "compression": "fp4"}, make=wide)["report"])
-
-    sent = expected("fp4", 1, FLIGHTS) + expected("fp32", 1, {0: 1, 1: 1})
-    for report in run_processes(run, 2):
-        assert report["bytes_sent"] == report["bytes_received"] == sent
-
-
 def test_every_landing_tells_its_own_bytes_and_each_other_group_is_sent_as_many() -> None:
     for groups in (1, 2, 4):
         choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 7, "fragments": LAYERS, "exchange": "gather"}

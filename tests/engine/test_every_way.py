@@ -139,11 +139,25 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
     assert sent[2] < sent[1] < sent[0], "who averages nothing sends one payload, the others more"
 
 
+# What a shard makes no difference to, and what is for another number of groups.
+ALIKE = (
+    "bf16",
+    "int8",
+    "int4",
+    "mxfp4",
+    "a block by chance",
+    "by median",
+    "delayed Nesterov",
+    "uneven parts",
+    "by link",
+)
+
+
 def test_all_ranks_of_groups_of_two_hold_the_same_bits_after_every_landing() -> None:
     def play(rank: int, world_size: int) -> dict[str, Any]:
         joined, found = WorkerGroups(2), dict[str, Any]()
         for name, case in CASES.items():
-            if case["groups"] == 4 or name in ("uneven parts", "by link"):
+            if name in ALIKE or case["groups"] == 4:
                 continue
             chosen = {key: value for key, value in case.items() if key != "groups"}
             # Without BatchNorm, of which a rank sees its own part of a batch; and with a norm that clips what is large.

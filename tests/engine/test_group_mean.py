@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, WorkerGroups
-from lightning_sdiloco.compression import ErrorFeedback, Int4, RandomK
+from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
 from tests.engine.groups import Groups, Rank, Values, copied, unlike, with_statistics
 from tests.ranks import run_ranks
 
@@ -48,8 +48,12 @@ def floating(values: Values) -> Values:
 
 
 def test_it_is_the_plain_mean_of_local_values_whatever_is_shown_and_what_a_fit_that_ends_there_leaves() -> None:
-    for compression in ("fp32", "fp4", "sparse"):
-        run = trained(3, 1, compression=compression)
+    """In four bits of the whole training's change, weights that all groups have at 0.999 came out as 0.74 to 1.28."""
+    two_shots = {"compression": "int2", "exchange": "two_shot"}
+    for choices in ({"compression": "fp32"}, {}, {"compression": "sparse"}, {"compression": ByLink()}, two_shots):
+        run = trained(3, 1, **choices)
+        for model in run.models:
+            nn.init.constant_(model[0].bias, 0.999)
         mean, states = floating(shown(run, 1)), [model.state_dict() for model in run.models]
         for name, values in mean.items():
             expected = torch.stack([state[name].double() for state in states]).mean(dim=0)
@@ -96,8 +100,7 @@ def test_taking_it_after_every_step_changes_no_bit_of_training(groups: int, choi
     assert same(plain.models[0].state_dict(), looked.models[0].state_dict())
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
+def test_real_ranks_take_it_with_fragments_in_flight() -> None:
     def train(rank: int, world_size: int, looks: bool) -> Any:
         here, flew, means = Rank(rank, WorkerGroups(2), "sgd", **{**SETTINGS, "fragments": "strided:1"}), 0, []
         for step in range(1, 12):
@@ -117,7 +120,7 @@ def test_real_ranks_take_it_with_fragments_in_flight(size: int) -> None:
         state, flew, means = train(rank, world_size, True)
         return same(state, train(rank, world_size, False)[0]), flew > 1, means
 
-    ranks = run_ranks(both, 2 * size)
+    ranks = run_ranks(both, 4)
     for is_same, flew, means in ranks:
         assert is_same
         assert flew

@@ -5,43 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.compression import ByLink
 from tests.engine.groups import copied, unlike
 from tests.training import inner_optimizer, mlp, train_step
-
-
-@pytest.mark.parametrize("groups", [2, 3])
-def test_means_are_exact_whatever_rounds_send(groups: int) -> None:
-    """In four bits of the whole training's change, weights that all groups have at 0.999 came out as 0.74 to 1.28."""
-    cases: list[dict[str, Any]] = [
-        {},
-        {"compression": "sparse"},
-        {"compression": "int2", "exchange": "two_shot"},
-        {"compression": ByLink()},
-    ]
-    for choices in cases:
-        models = [nn.Linear(320, 320) for _ in range(groups)]
-        engine = SimulatedGroups(models, sync_every=50, **choices)
-        engine.step()
-        with torch.no_grad():
-            for group, model in enumerate(models):
-                model.weight.normal_(generator=torch.Generator().manual_seed(group))
-                model.bias.fill_(0.999)
-        local = [copied(model.named_parameters()) for model in models]
-        mean = {name: torch.stack([own[name].double() for own in local]).mean(0) for name in ("weight", "bias")}
-
-        def is_exact(model: nn.Module, mean: dict[str, Tensor] = mean) -> None:
-            for name, values in model.named_parameters():
-                torch.testing.assert_close(values.detach().double(), mean[name], rtol=2**-8, atol=1e-7)
-
-        with engine.engines[0].evaluate(engine.group_mean()):
-            is_exact(models[0])
-        engine.finish()
-        for model in models:
-            is_exact(model)
 
 
 def test_the_final_exchange_has_a_quarter_of_the_fragments_in_flight_and_gradients_are_gone() -> None:

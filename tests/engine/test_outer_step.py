@@ -182,23 +182,6 @@ def test_all_fragments_of_a_round_see_the_same_rate() -> None:
     assert len({landing.outer_lr for landing in run.landings[1:8]}) == 2, "fragments of two rounds were in flight"
 
 
-def test_the_final_exchange_has_no_rate_and_the_state_holds_the_rounds_of_every_fragment() -> None:
-    run = groups(partial(LambdaLR, lr_lambda=lambda number: 0.0), overlap_steps=1)
-    run.until(11)
-    assert [landing.outer_lr for landing in run.landings] == [0.0, 0.0]
-    local = [dict(model.named_parameters()) for model in run.models]
-    mean = {name: (values + local[1][name]).detach() / 2 for name, values in local[0].items()}
-    run.groups.finish()
-    for name, values in run.groups.outer_state_dict().items():
-        torch.testing.assert_close(values, mean[name])
-    run = groups(SCHEDULES["both"], overlap_steps=3)
-    run.until(20)
-    state = run.engines[0].state_dict()
-    # Fragment 0 launched at 8 and 16, the others at 10, 12, 14 and 18, 20; those from 18 on are in flight.
-    assert [fragment["rounds"] for fragment in state["fragments"]] == [2, 1, 1, 1]
-    assert [flight["fragment"] for flight in state["flights"]] == [1, 2]
-
-
 # What cannot be a schedule
 
 
@@ -211,33 +194,22 @@ class Halving(StepLR):
         super().step()
 
 
-def of_another(optimizer: Optimizer) -> LRScheduler:
-    return StepLR(SGD([torch.zeros(1)], lr=0.1), 3)
-
-
-def failing(optimizer: Optimizer) -> LRScheduler:
-    raise KeyError("rounds")
-
-
 def times(factor: float) -> Schedule:
     return lambda optimizer: LambdaLR(optimizer, lambda number: factor)
 
 
 def test_what_is_no_schedule_is_refused() -> None:
-    for schedule, parts in (
-        (ReduceLROnPlateau, ("made a ReduceLROnPlateau, which needs a metric",)),
-        (
-            partial(Halving, step_size=3),
-            ("made a Halving, which cannot be stepped by the count of rounds alone: tell",),
-        ),
-        (lambda optimizer: 0.5, ("made a float, which is no torch.optim.lr_scheduler.LRScheduler",)),
-        (of_another, ("made a StepLR, which schedules another optimizer",)),
-        (CosineAnnealingLR, ("could not make a scheduler", "T_max", "functools.partial")),
-        (failing, ("could not make a scheduler of the outer optimizer: 'rounds'",)),
-    ):
-        with pytest.raises(ValueError, match="^outer_optimizer.lr_schedule ") as caught:
-            StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=schedule))  # type: ignore[arg-type]
-        assert [part for part in parts if part not in str(caught.value)] == [], str(caught.value)
+    refused: list[tuple[Any, str]] = [
+        (ReduceLROnPlateau, "made a ReduceLROnPlateau, which needs a metric"),
+        (partial(Halving, step_size=3), "made a Halving, which cannot be stepped by the count of rounds alone: tell"),
+        (lambda optimizer: 0.5, "made a float, which is no torch.optim.lr_scheduler.LRScheduler"),
+        (lambda _: StepLR(SGD([torch.zeros(1)], lr=0.1), 3), "made a StepLR, which schedules another optimizer"),
+        (CosineAnnealingLR, "could not make a scheduler .*T_max.*functools.partial"),
+        (lambda optimizer: {}["rounds"], "could not make a scheduler of the outer optimizer: 'rounds'"),
+    ]
+    for schedule, words in refused:
+        with pytest.raises(ValueError, match=f"^outer_optimizer.lr_schedule .*{words}"):
+            StreamingDiLoCo(mlp(), outer_optimizer=OuterOptimizer(lr_schedule=schedule))
     # One that ends before the training.
     run = groups(partial(OneCycleLR, max_lr=0.7, total_steps=3), overlap_steps=3)
     with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as the training has"):

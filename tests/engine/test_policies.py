@@ -6,14 +6,13 @@ That an engine follows them, `test_reference` and `test_every_way` show.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, isclose, sqrt
-from statistics import median, pstdev
+from math import inf, sqrt
+from statistics import pstdev
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor, nn
 
 from lightning_sdiloco import (
@@ -24,7 +23,6 @@ from lightning_sdiloco import (
     Heard,
     LandingRule,
     LaunchSchedule,
-    Mix,
     OuterOptimizer,
     Schedule,
     Selective,
@@ -34,7 +32,6 @@ from lightning_sdiloco import (
     Weighing,
 )
 from lightning_sdiloco.algorithm import Aggregation, Every, Settings
-from tests.engine.groups import Groups, grouped, outer_state
 from tests.methods import ByMedian, ByNorm, ZScore
 
 
@@ -153,23 +150,6 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
 # How much groups count
 
 
-@given(
-    norms=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=8),
-    weights=st.lists(st.integers(1, 100), min_size=8, max_size=8),
-)
-def test_by_norm_is_a_softmax_and_by_median_bounds_what_a_group_adds(norms: list[float], weights: list[int]) -> None:
-    factors = ByNorm(temperature=2.0).count([said(*own) for own in zip(norms, weights, strict=False)], None).factors
-    total = sum(weight * exp(-norm / 2 + min(norms) / 2) for norm, weight in zip(norms, weights, strict=False))
-    for group, factor in factors.items():
-        share = weights[group] * exp(-norms[group] / 2 + min(norms) / 2) / total
-        assert isclose(factor / len(norms), share, rel_tol=1e-9, abs_tol=1e-300)
-    assert isclose(sum(factors.values()), len(norms), rel_tol=1e-9)
-    plain = ByNorm(temperature=1e12).count([said(norm) for norm in norms], None).factors
-    assert all(isclose(factor, 1, rel_tol=1e-6) for factor in plain.values())
-    for group, factor in ByMedian().count([said(norm) for norm in norms], None).factors.items():
-        assert isclose(norms[group] * factor, min(norms[group], median(norms)), rel_tol=1e-9)
-
-
 @pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
 def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighing) -> None:
     state = weighing.start(4)
@@ -202,50 +182,6 @@ def test_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> None:
             state = json.loads(json.dumps(weighing.heard(controls, state)))
         assert out[20]
         assert not any(out[:20] + out[-20:])
-
-
-# How they land
-
-
-def test_carry_keeps_what_was_trained_in_flight() -> None:
-    sent, before, after, in_flight = torch.randn(4, 50).unbind()
-    local = sent + in_flight
-    Carry().merge(local, Carry().gathered(before - sent, before, after), steps=5)
-    torch.testing.assert_close(local, after + in_flight)
-    for rule in (Mix(0.0), Carry()):
-        local = sent.clone()
-        rule.merge(local, rule.gathered(before - sent, before, after), steps=0)
-        torch.testing.assert_close(local, after)
-
-
-# In an engine
-
-MANY: list[dict[str, Any]] = [
-    {"schedule": Selective(0.4), "weighing": ZScore(threshold=1.5, alpha=0.2, warmup=2), "mixing": Carry()},
-    {"schedule": Rarer(), "weighing": ByMedian()},
-    {"weighing": ByNorm(0.5), "mixing": Carry()},
-    {"weighing": Loudest(), "mixing": DelayCompensation()},
-]
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    choices=st.sampled_from(MANY),
-    idle=st.lists(st.sets(st.integers(0, 2), max_size=3), min_size=20, max_size=25),
-    overlap_steps=st.integers(0, 3),
-)
-def test_whoever_is_idle_groups_agree_after_every_landing_and_are_silent_between_launches(
-    choices: dict[str, Any], idle: list[set[int]], overlap_steps: int
-) -> None:
-    run = Groups(3, "sgd", sync_every=4, overlap_steps=overlap_steps, fragments=grouped(2), **choices)
-    for away in idle:
-        sent = run.engines[0].report()["bytes_sent"]
-        landed = run.step(idle=away)
-        first, *others = [[own["outer"] for own in outer_state(engine)] for engine in run.engines]
-        assert all(torch.equal(own, of) for other in others for own, of in zip(other, first, strict=True))
-        # Bytes count when they have landed, and nothing else sends any.
-        assert landed or run.engines[0].report()["bytes_sent"] == sent
-    assert len(run.landings) <= run.engines[0].report()["launches"] <= len(run.landings) + 2
 
 
 class NoDataclass(LaunchSchedule):

@@ -159,6 +159,11 @@ def logged(rank: int, world_size: int, path: Path, steps: int, choices: dict[str
     return run_fit(rank, world_size, LIGHTNING, steps, [], str(path), **choices), "".join(messages)
 
 
+def message(error: str) -> str:
+    """Without the traceback, which holds the words of the code that raises."""
+    return error.rsplit("Error: ", 1)[-1]
+
+
 @pytest.mark.parametrize(("world_size", "groups"), [(3, 3), (4, 2)])
 def test_other_groups_start_from_the_outer_parameters_and_momentum_with_the_flights_landed(
     world_size: int, groups: int, checkpoint: Path
@@ -195,7 +200,9 @@ def test_a_file_that_is_gone_costs_its_flights_and_optimizer_state_and_an_altere
     file.write_bytes(file.read_bytes()[:-1])
     errors = run_processes(logged, 3, copied_to, 30, {"groups": 3}, expect_failure=True)
     assert sorted(errors) == [0, 1, 2]
-    assert all("rank_00001.pt" in error and "is not what was saved" in error for error in errors.values())
+    for error in map(message, errors.values()):
+        assert "rank_00001.pt" in error
+        assert "is not what was saved" in error
     file.unlink()
     ranks = run_processes(logged, 3, copied_to, CHECKPOINT_AT + 2, {"groups": 3})
     assert "Flights lost so far: 2" in ranks[0][1]
@@ -219,7 +226,9 @@ def test_other_settings_start_the_rounds_anew_if_asked_and_are_refused_otherwise
         assert one["report"]["flights_dropped"] == (2 if "outer_optimizer" in changed else 0)
         assert any(key.split()[0].isdigit() for key in other["trace"][CHECKPOINT_AT]), "the inner optimizer goes on"
     errors = run_processes(logged, 3, checkpoint, 30, {"groups": 3, "sync_every": 9}, expect_failure=True)
-    assert all("sync_every was 8, now it is 9" in error and "resume='restart'" in error for error in errors.values())
+    for error in map(message, errors.values()):
+        assert "sync_every was 8, now it is 9" in error
+        assert "resume='restart'" in error
 
 
 # Parameters that are frozen and unfrozen

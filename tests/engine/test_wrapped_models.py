@@ -58,18 +58,11 @@ def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
     assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], "it is the user's name"
 
 
-def test_parameters_that_are_sharded_over_all_groups_are_refused() -> None:
+def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
     def construct(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match=f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"):
             StreamingDiLoCo(fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,))), worker_groups=2)
-
-    run_ranks(construct, 2)
-
-
-def test_parameters_that_lie_flat_are_refused() -> None:
-    def construct(rank: int, world_size: int) -> None:
-        model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
         with pytest.raises(ValueError, match="FullyShardedDataParallel.*fully_shard"):
-            StreamingDiLoCo(model, worker_groups=1)
+            StreamingDiLoCo(FullyShardedDataParallel(mlp(), device_id=torch.device("cpu")), worker_groups=1)
 
     run_ranks(construct, 2)

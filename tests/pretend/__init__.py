@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils import backend_registration
 
-from tests.pretend import memory, tensors
+from tests.pretend import tensors
 from tests.pretend.clocks import (
     Event,
     Race,
@@ -27,6 +27,9 @@ from tests.pretend.clocks import (
     Synchronisation,
     current_stream,
     default,
+    pin,
+    pinned,
+    statistics,
     stream,
     synchronisations,
     synchronize,
@@ -62,47 +65,23 @@ def default_stream(device: Any = None) -> Stream:
     return default
 
 
-def is_available() -> bool:
-    return True
-
-
-def is_initialized() -> bool:
-    return True
-
-
-def device_count() -> int:
-    return 1
-
-
-def current_device() -> int:
-    return 0
-
-
-def set_device(device: Any) -> None:
-    pass
+is_available = is_initialized = lambda: True
+device_count = lambda: 1  # noqa: E731
+current_device = lambda: 0  # noqa: E731
+set_device = manual_seed_all = lambda given: None  # random numbers come from the generator of the CPU
+_is_in_bad_fork = lambda: False  # noqa: E731
 
 
 def memory_allocated(device: Any = None) -> int:
-    """Bytes that are held on the device."""
-    return memory.statistics.held
+    return statistics.held
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Bytes that were held at most since `reset_peak_memory_stats`."""
-    return memory.statistics.peak
+    return statistics.peak
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Forgets what was held before."""
-    memory.statistics.peak = memory.statistics.held
-
-
-def manual_seed_all(seed: int) -> None:
-    """Random numbers come from the generator of the CPU."""
-
-
-def _is_in_bad_fork() -> bool:
-    return False
+    statistics.peak = statistics.held
 
 
 @cache
@@ -140,17 +119,17 @@ def _pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         made = make(*args, **kwargs)
         if pin_memory and made.device.type != "cpu":
             raise RuntimeError("Only dense CPU tensors can be pinned")
-        return memory.pin(made) if pin_memory else made
+        return pin(made) if pin_memory else made
 
     return making
 
 
 def _pin_memory(self: Tensor, device: Any = None) -> Tensor:
-    return self if memory.pinned(self) is not None else torch.empty_like(self, pin_memory=True).copy_(self)
+    return self if pinned(self) is not None else torch.empty_like(self, pin_memory=True).copy_(self)
 
 
 def _is_pinned(self: Tensor, device: Any = None) -> bool:
-    return memory.pinned(self) is not None
+    return pinned(self) is not None
 
 
 def alone(test: Callable[..., None]) -> Callable[..., None]:

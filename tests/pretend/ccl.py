@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pretend.clocks import Event, Stream, current_stream, lock, stream
-from tests.pretend.memory import Operation
+from tests.pretend.clocks import Event, Operation, Stream, current_stream, lock, stream
 
 NAME = "pretend_ccl"
 
@@ -29,14 +28,7 @@ class StreamWaits(Exception):
 
 
 class Work:
-    """Messages that are on their way.
-
-    Args:
-        carried: What gloo does with the bytes.
-        over: Called once they are there.
-        event: When they are there, on the stream of the backend.
-        before: The work before it on that stream, which is over first.
-    """
+    """Messages that are on their way."""
 
     def __init__(self, carried: Any, over: Callable[[], None], event: Event, before: "Work | None") -> None:
         self._carried = carried
@@ -80,11 +72,7 @@ class Work:
 
 
 class Communicator(dist.ProcessGroup):
-    """The ranks of a process group.
-
-    Attributes:
-        aborted: Set once `abort` was called.
-    """
+    """The ranks of a process group."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)

@@ -8,8 +8,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.pretend.clocks import Stream, learn, lock
-from tests.pretend.memory import Memory, Operation, allocated, pin, to_device, to_host
+from tests.pretend.clocks import (
+    Memory,
+    Operation,
+    Stream,
+    allocated,
+    copy_between,
+    learn,
+    lock,
+    pin,
+)
 
 aten = torch.ops.aten
 
@@ -22,12 +30,7 @@ _WAITING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
 class PretendTensor(Tensor):
-    """A tensor whose device is the pretended one.
-
-    Attributes:
-        held: The tensor on the host that holds its values.
-        memory: Who touches them.
-    """
+    """A tensor whose device is the pretended one."""
 
     held: Tensor
     memory: Memory
@@ -70,16 +73,7 @@ class PretendTensor(Tensor):
 
 
 class _Kind(NamedTuple):
-    """What the schema of an operation says.
-
-    Attributes:
-        name: Its name without overload.
-        arguments: The names of the arguments.
-        written: Those that are written to.
-        accesses: Whether it touches any memory: not where it makes views, or a tensor like another one.
-        waits: Whether the host waits for the result.
-        indexes: Whether its further arguments are indices, which may be on the host.
-    """
+    """What the schema of an operation says."""
 
     name: str
     arguments: list[str]
@@ -220,11 +214,11 @@ def copy_across(into: Tensor, source: Tensor, non_blocking: bool = False) -> Ten
         if isinstance(source, PretendTensor):
             operation = Operation.begun("copy to the host")
             source.memory.touch(operation.access(source.held, writes=False))
-            to_host(operation, source.held, into, non_blocking)
+            copy_between(operation, into, source.held, True, non_blocking)
         elif isinstance(into, PretendTensor):
             operation = Operation.begun("copy to the device")
             into.memory.touch(operation.access(into.held, writes=True))
-            to_device(operation, source, into.held, non_blocking)
+            copy_between(operation, source, into.held, False, non_blocking)
     return into
 
 

@@ -1,15 +1,18 @@
-"""A threshold that is kept for some launches, against plain loops over lists that import nothing from it."""
+"""What a compression keeps from launch to launch: what it did not send, and the threshold of what it sends."""
 
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.compression import (
     FP4,
+    BFloat16,
     Compression,
     ErrorFeedback,
     Float32,
@@ -19,10 +22,106 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
+from tests.engine.groups import Groups, outer_state, unlike
+from tests.training import LAYERS
 
 BLOCK = 4096
 
-shares = st.sampled_from([1e-6, 0.01, 0.1, 0.5, 1.0])
+# What was not sent
+
+SPARSE = ErrorFeedback(TopK(0.1, Int2()), decay=0.9)
+ONE: dict[str, Any] = {"inner": "sgd", "sync_every": 4, "overlap_steps": 2, "fragments": [["*"]], "compression": SPARSE}
+
+
+def memory(run: Groups, group: int = 0) -> Tensor:
+    return outer_state(run.engines[group])[0]["memory"]  # type: ignore[no-any-return]
+
+
+def test_a_memory_is_what_the_last_landing_lost() -> None:
+    def lost(gradient: Tensor, memory: Tensor) -> Tensor:
+        decoded = torch.empty_like(gradient)
+        SPARSE.decode(SPARSE.encode(gradient + memory), decoded)
+        return ((gradient - decoded) * 0.75 + memory) * 0.9
+
+    run, before = Groups(**ONE, mixing=0.25), None
+    for launch in (4, 8):
+        run.until(launch)
+        gradient = run.engines[0].state_dict()["flights"][0]["gradient"]
+        assert (memory(run) is before) if before is None else torch.equal(memory(run), before), "not at the launch"
+        run.until(launch + 2)
+        before = lost(gradient, torch.zeros_like(gradient) if before is None else before)
+        assert torch.equal(memory(run), before)
+        assert before.norm() > 0
+    plain = Groups(**{**ONE, "compression": "fp4"})
+    plain.until(10)
+    assert memory(plain) is None
+
+
+@pytest.mark.parametrize("mixing", [0.0, 0.5])
+def test_progress_is_sent_once_whatever_share_of_it_the_local_parameters_keep(mixing: float) -> None:
+    """A group moves once. Bit by bit the outer parameters go exactly there, and not beyond; without memory, never."""
+    start, progress = torch.zeros(64, 64), torch.rand(64, 64) + 0.5
+    went = {}
+    for compression in (ErrorFeedback(TopK(1 / 64, BFloat16())), TopK(1 / 64, BFloat16())):
+        model = nn.Linear(64, 64, bias=False)
+        nn.init.zeros_(model.weight)
+        choices: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "fragments": [["*"]], "mixing": mixing}
+        engine = StreamingDiLoCo(model, **choices, compression=compression, outer_lr=1.0, outer_momentum=0.0)
+        model.weight.data.sub_(progress)
+        went[compression] = shares = []
+        for _ in range(200):
+            engine.step()
+            shares.append((start - engine.outer_state_dict()["weight"]) / progress)
+    remembering, forgetting = went.values()
+    assert all((share <= 1.01).all() for share in remembering)
+    assert (remembering[80] > 0.9).all(), "with the first rounds every value has been sent at least once"
+    assert torch.allclose(remembering[-1], torch.ones(64, 64), atol=1e-2)
+    assert mixing or (forgetting[-1] != 0).sum() == 64
+
+
+def test_a_group_that_is_left_out_or_without_data_keeps_its_memory() -> None:
+    run = Groups(**ONE)
+    run.until(6)
+    before = [memory(run, group).clone() for group in range(2)]
+    with torch.no_grad():
+        run.models[1][0].weight[0, 0] = float("nan")
+    run.until(10)
+    assert not torch.equal(memory(run), before[0])
+    assert torch.equal(memory(run, 1), before[1])
+    run.until(14)
+    assert not torch.equal(memory(run, 1), before[1])
+    assert memory(run, 1).isfinite().all()
+    for _ in range(4):  # two inner steps since the last launch are sent and land
+        run.step(idle=[1])
+    landed = memory(run, 1).clone()
+    for _ in range(4):
+        run.step(idle=[1])
+    assert torch.equal(memory(run, 1), landed)
+
+
+def test_the_final_exchange_takes_no_memory_along_and_leaves_no_values_out() -> None:
+    run = Groups(**{**ONE, "compression": ErrorFeedback(FP4()), "mixing": 0.0})
+    run.until(6)
+    before = run.groups.outer_state_dict()
+    for engine, model in zip(run.engines, run.models, strict=True):
+        assert outer_state(engine)[0]["memory"].norm() > 0
+        model.load_state_dict(before)  # no progress, so only a memory could move anything
+    run.groups.finish()
+    assert unlike(run.groups.outer_state_dict(), before) == []
+
+    def at_the_end(compression: Any) -> dict[str, Tensor]:
+        run = Groups(**{**ONE, "compression": compression, "fragments": LAYERS})
+        run.until(3)
+        run.groups.finish()
+        return run.groups.outer_state_dict()
+
+    expected, top = at_the_end("bf16"), TopK(0.05, BFloat16())
+    few = (ErrorFeedback(top), top, Threshold(0.05, BFloat16(), least=2.0))
+    for compression in (*few, RandomK(8, BFloat16()), RandomBlock(8, BFloat16())):
+        assert unlike(at_the_end(compression), expected) == [], compression
+
+
+# A threshold that is kept for some launches, against plain loops over lists that import nothing from it
 
 
 def how_many(share: float, numel: int) -> int:
@@ -68,7 +167,13 @@ def vectors(numel: int, launches: int, seed: int) -> list[Tensor]:
     return [rank * sign * scale for rank, sign, scale in zip(ranks, signs, scales, strict=True)]
 
 
-@given(st.integers(1, 200), shares, st.integers(1, 4), st.integers(1, 6), st.integers(0, 10**6))
+@given(
+    st.integers(1, 200),
+    st.sampled_from([1e-6, 0.01, 0.1, 0.5, 1.0]),
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.integers(0, 10**6),
+)
 @settings(max_examples=40, deadline=None)
 def test_what_is_sent_is_that_of_plain_loops(numel: int, share: float, every: int, rounds: int, seed: int) -> None:
     launches = vectors(numel, rounds, seed)
