@@ -160,7 +160,14 @@ class LauncherMixin(_Base):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
-                self._interrupt()
+                # Whether it reached the processes or not, they end: the interpreter would wait for them.
+                self.kill(signal.SIGINT)
+                deadline = time.monotonic() + _SECONDS_TO_END
+                try:
+                    for process in self.procs:
+                        process.join(max(deadline - time.monotonic(), 0))
+                finally:
+                    self.kill(signal.SIGKILL)
                 raise
             except Exception as error:
                 if getattr(error, "exit_code", None) == _TERMINATED:
@@ -187,16 +194,6 @@ class LauncherMixin(_Base):
         except self._strategy.distribution.termination:
             # Without this exit code the main process would take this for success, and wait for the result.
             sys.exit(_TERMINATED)
-
-    def _interrupt(self) -> None:
-        """Ends the processes after Ctrl-C, whether it reached them or not: the interpreter would wait for them."""
-        self.kill(signal.SIGINT)
-        deadline = time.monotonic() + _SECONDS_TO_END
-        try:
-            for process in self.procs:
-                process.join(max(deadline - time.monotonic(), 0))
-        finally:
-            self.kill(signal.SIGKILL)
 
     @override
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
 from lightning_sdiloco.lightning.host.ddp import release_gradients
 from lightning_sdiloco.lightning.host.epochs import process_wrapped
 from lightning_sdiloco.lightning.host.patching import replace as patch
-from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_divided, refuse_in_notebook
+from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_in_notebook
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Measured, Options
 from lightning_sdiloco.lightning.results import ReadableStrategy, Results
@@ -243,7 +243,13 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         if self._format.before_optimizers(trainer.lightning_module, self.topology):
             self.fit.prepare(trainer.lightning_module)
         super().setup_optimizers(trainer)
-        refuse_divided(self.optimizers)
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "consolidate_state_dict"):
+                raise ValueError(
+                    f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
+                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " configure_optimizers instead."
+                )
 
     @override
     def process_dataloader(self, dataloader: Any) -> Any:

@@ -7,7 +7,6 @@ each with classes of its own; one of them may not be installed, and older versio
 """
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 
 from lightning_sdiloco.lightning.host.patching import class_names
@@ -84,16 +83,6 @@ def refuse_what_cannot_work_sharded(trainer: Any, precision: Any) -> None:
             f" {', '.join(map(repr, _PRECISIONS))}."
         )
     _refuse_callbacks(trainer, _WITH_SHARDS)
-
-
-def refuse_divided(optimizers: Iterable[Any]) -> None:
-    for optimizer in optimizers:
-        if hasattr(optimizer, "consolidate_state_dict"):
-            raise ValueError(
-                f"{type(optimizer).__name__} divides its state over all processes and sends parameters between them,"
-                " also between worker groups, which train apart. Return the optimizer that it divides from"
-                " configure_optimizers instead."
-            )
 
 
 def refuse_in_notebook(host: Any) -> None:
