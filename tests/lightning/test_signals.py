@@ -53,20 +53,20 @@ class Epochs(StatefulBatches):
         self.step, self.epoch = state["step"], state["epoch"]
 
 
-Signalled = dict[str, dict[int, list[int]]]
-"""Hook -> step that runs or has just been made -> signals that the process gets there."""
+Signalled = dict[tuple[int, str, int], list[int]]
+"""Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 
 
-def listening(distribution: str, seed: int, signalled: Signalled, said: list[str]) -> Any:
+def listening(distribution: str, rank: int, signalled: Signalled, said: list[str]) -> Any:
     """A traced module that sends its own process signals, and notes what happens between steps."""
-    base = type(traced(distribution, seed))
+    base = type(traced(distribution, rank))
 
     class Listening(base):  # type: ignore[misc, valid-type]
         trace: dict[int, Any]
 
         def signal(self, hook: str, step: int, said_of_it: str = "") -> None:
             said.extend([f"{said_of_it} after step {step}"] if said_of_it else [])
-            for number in signalled.get(hook, {}).get(step, ()):
+            for number in signalled.get((rank, hook, step), ()):
                 os.kill(os.getpid(), number)
 
         def on_train_batch_start(self, *args: Any) -> None:
@@ -99,7 +99,7 @@ def run(
     rank: int,
     world_size: int,
     folder: Path,
-    signalled: dict[int, Signalled],
+    signalled: Signalled,
     resume: str | None = None,
     distribution: str = LIGHTNING,
     length: int = 100,
@@ -109,7 +109,7 @@ def run(
 ) -> dict[str, Any]:
     """Fits in this rank of two groups, and returns what happened."""
     size, said = world_size // 2, []
-    model = listening(distribution, rank, signalled.get(rank, {}), said)
+    model = listening(distribution, rank, signalled, said)
     saver = importlib.import_module(distribution).callbacks.ModelCheckpoint
     how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
     checkpoints = choices.pop("enable_checkpointing", True)
@@ -163,14 +163,14 @@ def all_ended(ranks: list[dict[str, Any]], step: int = ENDED, ended: str = "SIGT
     return [rank["ended"] for rank in ranks] == [(ended, step)] * len(ranks)
 
 
-TERMINATED = {"training_step": {SIGNALLED: [signal.SIGTERM]}}
+TERMINATED: Signalled = {(1, "training_step", SIGNALLED): [signal.SIGTERM]}
 SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
 
 
 def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     of: dict[str, Any] = {"distribution": "pytorch_lightning", "folder": "it"}
     resume = str(tmp_path / "it" / SAVED)
-    fits = {**of, "folder": "plain"}, {**of, "signalled": {2: TERMINATED}}, {**of, "resume": resume}
+    fits = {**of, "folder": "plain"}, {**of, "signalled": TERMINATED}, {**of, "resume": resume}
     plain, ended, resumed = played(4, tmp_path, *fits)
     assert all_ended(ended)
     assert list(tmp_path.rglob("*.ckpt")) == [Path(resume)]
@@ -190,7 +190,7 @@ def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
     cases: list[dict[str, Any]] = []
     for number, due in enumerate(DUE):
         of = {**due, "folder": number}
-        cases += [of, {**of, "signalled": {1: TERMINATED}}, {**of, "resume": str(tmp_path / str(number) / SAVED)}]
+        cases += [of, {**of, "signalled": TERMINATED}, {**of, "resume": str(tmp_path / str(number) / SAVED)}]
     found = played(2, tmp_path, *cases)
     for plain, ended, resumed in zip(found[::3], found[1::3], found[2::3], strict=True):
         assert all_ended(ended)
@@ -202,13 +202,13 @@ def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
 
 
 MANY = [signal.SIGTERM, signal.SIGTERM]
-WHENEVER: list[tuple[dict[int, Signalled], int]] = [
-    ({0: TERMINATED, 1: {"training_step": {SIGNALLED + 1: MANY, SIGNALLED + 3: MANY}}}, ENDED),
-    ({1: {"validation_step": {0: MANY}}}, 13),  # the sanity check
-    ({1: {"validation_step": {12: MANY}}}, 19),
-    ({0: TERMINATED, 1: {"on_save_checkpoint": {ENDED: MANY}}}, ENDED),
-    ({1: {"training_step": {STEPS: MANY}}}, STEPS),
-    ({rank: {"on_train_end": {STEPS: MANY}} for rank in range(2)}, STEPS),
+WHENEVER: list[tuple[Signalled, int]] = [
+    ({**TERMINATED, **{(0, "training_step", SIGNALLED + later): MANY for later in (1, 3)}}, ENDED),
+    ({(1, "validation_step", 0): MANY}, 13),  # the sanity check
+    ({(1, "validation_step", 12): MANY}, 19),
+    ({**TERMINATED, (0, "on_save_checkpoint", ENDED): MANY}, ENDED),
+    ({(1, "training_step", STEPS): MANY}, STEPS),
+    ({(rank, "on_train_end", STEPS): MANY for rank in range(2)}, STEPS),
 ]
 
 
@@ -217,7 +217,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Pa
     of = {"validates": True, "num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
     quiet = [{"enable_checkpointing": False}, {"fast_dev_run": 30}, {"barebones": True, "enable_checkpointing": False}]
     cases = [{"signalled": signalled, **of} for signalled, _ in WHENEVER]
-    found = played(2, tmp_path, *cases, *({"signalled": {1: TERMINATED}, **how} for how in quiet))
+    found = played(2, tmp_path, *cases, *({"signalled": TERMINATED, **how} for how in quiet))
     for number, ended in enumerate(found):
         step = WHENEVER[number][1] if number < len(WHENEVER) else ENDED
         assert all_ended(ended, step), number
@@ -228,7 +228,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Pa
 
 def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(tmp_path: Path) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
-    of: dict[str, Any] = {"folder": "it", "signalled": {0: TERMINATED}}
+    of: dict[str, Any] = {"folder": "it", "signalled": TERMINATED}
     *ended, first, second = played(
         2,
         tmp_path,
@@ -271,17 +271,17 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
 
 
 def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    requeued: Signalled = {"training_step": {SIGNALLED: [signal.SIGUSR1], SIGNALLED + 3: [signal.SIGUSR1]}}
+    requeued: Signalled = {(1, "training_step", SIGNALLED + later): [signal.SIGUSR1] for later in (0, 3)}
     # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.
-    after: Signalled = {"training_step": {ENDED + 6: [signal.SIGUSR1]}}
+    after: Signalled = {(rank, "training_step", ENDED + 6): [signal.SIGUSR1] for rank in range(2)}
     newest = tmp_path / "run" / "hpc_ckpt_2.ckpt"
 
     def job(rank: int, world_size: int) -> list[dict[str, Any]]:
-        def fit(signalled: dict[int, Signalled]) -> dict[str, Any]:
+        def fit(signalled: Signalled) -> dict[str, Any]:
             return dict(as_job(rank, world_size, tmp_path, partial(run, rank, world_size, tmp_path / "run", signalled)))
 
         found = [run(rank, world_size, tmp_path / "plain", {})]
-        found += [fit(signalled) for signalled in ({1: requeued}, dict.fromkeys(range(world_size), after), {})]
+        found += [fit(signalled) for signalled in (requeued, after, {})]
         # A crash before the file took its place: the folder alone is no checkpoint.
         found[-1]["saved"] = torch.load(newest, weights_only=True)["state_dict"]
         torch.distributed.barrier()
@@ -345,10 +345,11 @@ def test_outside_a_fit_signals_hang_no_rank(tmp_path: Path) -> None:
         ended = []
         for number in (signal.SIGUSR1, signal.SIGTERM):
             strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
-            signalled: Signalled = {"validation_step": {0: [number]}} if rank == 1 else {}
             trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
             try:
-                trainer.validate(listening(LIGHTNING, rank, signalled, []), Epochs(rank, 0, 1, 3))
+                trainer.validate(
+                    listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]}, []), Epochs(rank, 0, 1, 3)
+                )
                 ended.append("validated")
             except BaseException as error:
                 ended.append(type(error).__name__)
