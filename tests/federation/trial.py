@@ -455,7 +455,8 @@ class Hub:
             try:
                 getattr(self, f"on_{what}")(site, life, *arguments)
             except Refused as error:
-                self.world.tell(site, life, *(("refused", str(error)) if what == "hello" else ("unknown",)))
+                if what != "skip":
+                    self.world.tell(site, life, *(("refused", str(error)) if what == "hello" else ("unknown",)))
 
     def go_on(self) -> None:
         self.stopped = False
