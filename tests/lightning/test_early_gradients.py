@@ -1,37 +1,39 @@
 """Gradients go before the forward pass, unless somebody may see it; what is trained is the same."""
 
 import importlib
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sdiloco.lightning.host import ddp
 from tests import fits
-from tests.fits import LIGHTNING
-from tests.lightning.test_loops import SHORT
-from tests.ranks import run_processes
+from tests.fits import LIGHTNING, play
 
 pl = importlib.import_module(LIGHTNING)
+SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "fragments": [["*"]], "compression": "fp32"}
 
 
 class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
     """Notes in every step whether gradients of the batch before are there."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = torch.nn.Linear(8, 4)
+        sizes = ((8, width), (width, width), (width, 4)) if width else ((8, 4),)
+        self.layer = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+        self.rate = 1e-6 if width else 0.1
         self.kept: list[bool] = []
 
     def training_step(self, batch: Any) -> Any:
         self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
-        x, y = batch
-        return torch.nn.functional.mse_loss(self.layer(x), y)
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
 class Zeroing(Net):
@@ -50,8 +52,7 @@ class Manual(Net):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any) -> None:
-        optimizer = self.optimizers()
-        loss = super().training_step(batch)
+        optimizer, loss = self.optimizers(), super().training_step(batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
@@ -61,55 +62,34 @@ class Looking(pl.Callback):  # type: ignore[misc, name-defined]
     def on_before_zero_grad(self, *_: Any) -> None: ...
 
 
-class Large(Net):
-    """16.8 million parameters: 67 MB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (8, 4096), (4096, 4096), (4096, 4)
-        self.layer: Any = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-6)
-
-
-LATE = [False] + [True] * 5  # As in Lightning.
-OF_THE_NET = 4 * (8 * 4 + 4)  # Bytes.
-DEFAULT = ddp._LEAST_BYTES
-CASES: list[tuple[type[Net], bool, int, int, list[bool]]] = [
-    (Net, False, 1, OF_THE_NET, [False] * 6),
-    (Net, False, 1, OF_THE_NET + 1, LATE),
-    (Net, False, 2, 1, [False, True] * 3),
-    (Zeroing, False, 1, 1, LATE),
-    (Zeroing, False, 2, 1, LATE),
-    (Stepping, False, 1, 1, LATE),
-    (Manual, False, 1, 1, LATE),
-    (Net, True, 1, 1, LATE),
-    (Net, False, 1, DEFAULT, LATE),
-    (Large, False, 1, DEFAULT, [False] * 6),
-]
-
-
 def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fitted(make: type[Net], looks: bool, accumulated: int, least: int) -> tuple[list[bool], list[torch.Tensor]]:
-        """Whether gradients were there at each of six steps, and the parameters at the end."""
+    late, of_the_net, default = [False] + [True] * 5, 4 * (8 * 4 + 4), ddp._LEAST_BYTES  # late as in Lightning
+    cases: dict[str, tuple[Any, int, dict[str, Any], list[bool]]] = {
+        "large enough": (Net, of_the_net, {}, [False] * 6),
+        "too small": (Net, of_the_net + 1, {}, late),
+        "accumulated": (Net, 1, {"accumulate_grad_batches": 2}, [False, True] * 3),
+        "zeroing": (Zeroing, 1, {}, late),
+        "zeroing, accumulated": (Zeroing, 1, {"accumulate_grad_batches": 2}, late),
+        "stepping": (Stepping, 1, {}, late),
+        "manual": (Manual, 1, {}, late),
+        "looking": (Net, 1, {"callbacks": [Looking()]}, late),
+        "small": (Net, default, {}, late),
+        "67 MB": (partial(Net, 4096), default, {}, [False] * 6),
+    }
+
+    def fit(rank: int, world_size: int, case: str) -> tuple[list[bool], list[Tensor]]:
+        make, least, choices, _ = cases[case]
         monkeypatch.setattr(ddp, "_LEAST_BYTES", least)
         model, generator = make(), torch.Generator().manual_seed(1)
         batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
-        fits.trainer(
-            strategy=fits.strategy(worker_groups=1, **SHORT),
-            devices=1,
-            max_epochs=1,
-            callbacks=[Looking()] if looks else [],
-            accumulate_grad_batches=accumulated,
-        ).fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-        return model.kept, [parameter.detach().clone() for parameter in model.parameters() if make is not Large]
+        trainer = fits.trainer(strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices)
+        trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        return model.kept, [] if case == "67 MB" else [parameter.detach() for parameter in model.parameters()]
 
-    (found,) = run_processes(lambda *_: [fitted(*case[:4]) for case in CASES], 1)
-    for case, (kept, _) in zip(CASES, found, strict=True):
-        assert kept == case[4], case
+    found = {case: ranks[0] for case, ranks in play(1, {case: partial(fit, case=case) for case in cases}).items()}
+    assert {case: kept for case, (kept, _) in found.items()} == {case: of[-1] for case, of in cases.items()}
     # What is trained does not depend on it.
-    for early, late in ((0, 3), (2, 4)):
-        assert all(map(torch.equal, found[early][1], found[late][1]))
+    for early, other in (("large enough", "zeroing"), ("accumulated", "zeroing, accumulated")):
+        assert all(map(torch.equal, found[early][1], found[other][1]))

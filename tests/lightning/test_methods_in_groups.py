@@ -1,6 +1,8 @@
-"""Methods where ranks of a group share one model (FSDP2), and in loops of Fabric: they do what the simulation does."""
+"""Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group share one model."""
 
+from collections.abc import Callable
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
 
 from lightning_sdiloco import (
     Carry,
+    DropCompute,
     FastestPairs,
     RandomPairs,
     Ring,
@@ -20,39 +24,44 @@ from lightning_sdiloco import (
     SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoFabricStrategy,
+    StreamingDiLoCoMonitor,
+    TwoShot,
 )
-from tests import sharded
-from tests.methods import ByMedian, ByNorm, ZScore
+from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
+from tests import fits, sharded
+from tests.fits import play
+from tests.lightning.test_checkpoint import saving, unequal
+from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import run_processes, run_ranks
 from tests.sharded import whole
 from tests.training import batch, inner_optimizer, mlp, train_step
 
-GROUPS, STEPS = 4, 13
-CHOICES: dict[str, Any] = {
-    "sync_every": 4,
-    "overlap_steps": 1,
-    "mixing": 0.25,
-    "fragments": [["0.*", "2.*"], ["4.*", "6.*"]],
-    "compression": "fp32",
-}
+GROUPS, STEPS = 4, 12
+CUT = [["0.*", "2.*"], ["4.*", "6.*"]]
+CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.25, "fragments": CUT, "compression": "fp32"}
 PAIRS: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
 ROUTES: dict[str, dict[str, Any]] = {
     "random": {"route": RandomPairs(), **PAIRS},
     "fastest": {"route": FastestPairs(speeds=(1.0, 3.0, 1.0, 2.0)), **PAIRS},
     "ring": {"route": Ring()},
 }
-POLICIES: dict[str, dict[str, Any]] = {
+METHODS: dict[str, dict[str, Any]] = {
+    **ROUTES,
     "selective, z-score, carry": {"schedule": Selective(0.4), "weighing": ZScore(warmup=1), "mixing": Carry()},
     "by norm": {"weighing": ByNorm(0.5)},
     "by median": {"weighing": ByMedian()},
 }
-METHODS = ROUTES | POLICIES
-
 Held = dict[str, list[Tensor]]
 
 
+def held_by(model: nn.Module, finish: Callable[[], Any]) -> list[Tensor]:
+    """What a model holds before the end and after it."""
+    before = [whole(parameter) for parameter in model.parameters()]
+    finish()
+    return before + [whole(parameter) for parameter in model.parameters()]
+
+
 def in_simulation(make: Any) -> list[Held]:
-    """What each group holds before the end and after it, by method."""
     held: list[Held] = [{} for _ in range(GROUPS)]
     for name, choices in METHODS.items():
         models = [make(0) for _ in range(GROUPS)]
@@ -62,28 +71,22 @@ def in_simulation(make: Any) -> list[Held]:
             for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 train_step(model, optimizer, group, step)
             groups.step()
-        for own, model in zip(held, models, strict=True):
-            own[name] = [parameter.detach().clone() for parameter in model.parameters()]
+        before = [[whole(parameter) for parameter in model.parameters()] for model in models]
         groups.finish()
-        for own, model in zip(held, models, strict=True):
-            own[name] += [parameter.detach().clone() for parameter in model.parameters()]
+        for own, model, values in zip(held, models, before, strict=True):
+            own[name] = [*values, *(whole(parameter) for parameter in model.parameters())]
     return held
-
-
-def alike(one: Held, other: Held) -> bool:
-    """Whether both hold the same but for the order in which the ranks of a group add up."""
-    return all(torch.allclose(a, b, atol=1e-6) for name in METHODS for a, b in zip(one[name], other[name], strict=True))
 
 
 def in_shards(rank: int, world_size: int) -> Held:
     held: Held = {}
     size = world_size // GROUPS
+    mesh = init_device_mesh("cpu", (GROUPS, size), mesh_dim_names=("group", "data"))["data"]
     for name, choices in METHODS.items():
         model = sharded.even(0)
-        mesh = init_device_mesh("cpu", (GROUPS, size), mesh_dim_names=("group", "data"))["data"]
         fully_shard(model[2], mesh=mesh)
         fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = inner_optimizer("sgd", model)
         engine = StreamingDiLoCo(model, worker_groups=GROUPS, **{**CHOICES, **choices})
         for step in range(1, STEPS + 1):
             x, y = (part.chunk(size)[rank % size] for part in batch(rank // size, step))
@@ -91,46 +94,21 @@ def in_shards(rank: int, world_size: int) -> Held:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             engine.step()
-        held[name] = [whole(parameter) for parameter in model.parameters()]
-        engine.finish()
-        held[name] += [whole(parameter) for parameter in model.parameters()]
+        held[name] = held_by(model, engine.finish)
     return held
 
 
-@pytest.mark.timeout(240)
 def test_groups_that_share_a_sharded_model_do_what_the_simulation_does() -> None:
     expected = in_simulation(sharded.even)
-    for rank, held in enumerate(run_ranks(in_shards, 2 * GROUPS, timeout=200)):
-        assert alike(held, expected[rank // 2])
+    for rank, held in enumerate(run_ranks(in_shards, 2 * GROUPS, timeout=110.0)):
+        for name, values in held.items():
+            # The ranks of a group add up in another order.
+            close = [torch.allclose(*both, atol=1e-6) for both in zip(values, expected[rank // 2][name], strict=True)]
+            assert all(close), name
 
 
-@pytest.mark.timeout(400)
-def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    callbacks = sharded.callbacks_of()
-    chosen = {**CHOICES, "fragments": [["*"]], **ROUTES["random"], "compression": "int8"}
-    chosen |= {"save_distributed_checkpoint": False}
-    fit = partial(sharded.fit, **chosen)
-    saving = [callbacks.ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, every_n_train_steps=6)]
-    arguments = (GROUPS, (2, 1), STEPS, sharded.LIGHTNING, "adamw")
-    plain = run_processes(fit, 2 * GROUPS, *arguments, saving, timeout=180)
-    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["state_dict"]
-    shown = {name.removeprefix("outer "): v for name, v in plain[0]["trace"][6].items() if name.startswith("outer ")}
-    assert all(torch.equal(saved[name], shown[name]) for name in shown)
-    for index, name in enumerate(name for name in saved if name.startswith("net.")):
-        # The ranks of a group hold it in parts, the first of them by rows.
-        parts = [[plain[2 * group + rank]["trace"][6][name] for rank in range(2)] for group in range(GROUPS)]
-        mean = torch.stack([torch.cat(of_group) for of_group in parts]).mean(0)
-        assert torch.allclose(saved[name], mean, atol=1e-6), (index, name)
-    resumed = run_processes(fit, 2 * GROUPS, *arguments, None, str(tmp_path / "step=6.ckpt"), timeout=180)
-    for one, other in zip(resumed, plain, strict=True):
-        for step in range(7, STEPS):
-            assert all(torch.equal(values, other["trace"][step][name]) for name, values in one["trace"][step].items())
-        assert all(torch.equal(values, other["model"][name]) for name, values in one["model"].items())
-
-
-def in_fabric(rank: int, world_size: int, folder: str) -> tuple[Held, list[bool]]:
+def in_fabric(rank: int, world_size: int, folder: Path) -> Held:
     held: Held = {}
-    means = []
     for name, choices in METHODS.items():
         strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
         fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
@@ -141,25 +119,108 @@ def in_fabric(rank: int, world_size: int, folder: str) -> tuple[Held, list[bool]
             optimizer.zero_grad()
             fabric.backward(nn.functional.mse_loss(model(x), y))
             optimizer.step()
-        held[name] = [parameter.detach().clone() for parameter in net.parameters()]
         if name in ROUTES:
-            path = Path(folder) / f"{name}.ckpt"
-            fabric.save(path, {"model": model, "optimizer": optimizer})
-            saved = torch.load(path, weights_only=True)["model"]
+            # A checkpoint holds what evaluation shows, and neither moves anything.
+            before = [parameter.detach().clone() for parameter in net.parameters()]
+            fabric.save(folder / name, {"model": model, "optimizer": optimizer})
             with strategy.evaluate():
-                means.append(all(torch.equal(saved[key], values) for key, values in net.state_dict().items()))
-            means += [torch.equal(a, b) for a, b in zip(held[name], net.parameters(), strict=True)]
-        strategy.finish()
-        held[name] += [parameter.detach().clone() for parameter in net.parameters()]
-    return held, means
+                assert unequal(torch.load(folder / name, weights_only=True)["model"], net.state_dict()) == []
+            assert all(map(torch.equal, before, net.parameters()))
+        held[name] = held_by(net, strategy.finish)
+    return held
 
 
-@pytest.mark.timeout(240)
 def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
-    expected = in_simulation(mlp)
-    for rank, (held, means) in enumerate(run_processes(in_fabric, GROUPS, str(tmp_path), timeout=200)):
-        for name in METHODS:
-            assert all(map(torch.equal, held[name], expected[rank][name])), name
-        # A checkpoint holds what evaluation shows, and neither moves anything.
-        assert all(means)
-        assert len(means) == 9 * len(ROUTES)
+    ranks = run_processes(in_fabric, GROUPS, tmp_path, timeout=110.0)
+    for held, expected in zip(ranks, in_simulation(mlp), strict=True):
+        assert [name for name in METHODS if not all(map(torch.equal, held[name], expected[name]))] == []
+
+
+def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+    chosen = {**CHOICES, "fragments": [["*"]], **ROUTES["random"], "compression": "int8"}
+    sizes: dict[str, Any] = {"groups": GROUPS, "sizes": (2, 1), "steps": 9, "inner": "adamw"}
+    fit = partial(sharded.fit, **chosen, **sizes, save_distributed_checkpoint=False)
+    save, path = saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6), tmp_path / "step=6.ckpt"
+    ranks = play(2 * GROUPS, {"plain": partial(fit, callbacks=save), "resumed": partial(fit, resume=str(path))})
+    held = [rank["trace"][6] for rank in ranks["plain"]]
+    for name, values in torch.load(path, weights_only=True)["state_dict"].items():
+        assert torch.equal(values, held[0][f"outer {name}"])
+        # The ranks of a group hold it in parts, the first of them by rows.
+        of_groups = [torch.cat([held[2 * group][name], held[2 * group + 1][name]]) for group in range(GROUPS)]
+        assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), name
+    for one, other in zip(ranks["resumed"], ranks["plain"], strict=True):
+        assert {step: unequal(one["trace"][step], other["trace"][step]) for step in (7, 8)} == {7: [], 8: []}
+        assert unequal(one["model"], other["model"]) == []
+
+
+# Trainers, with more than 100,000 parameters
+
+SHARED: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "exchange": "gather"}
+POLICIES: dict[str, dict[str, Any]] = {
+    "selective": {"schedule": Selective(0.4)},
+    "by norm": {"weighing": ByNorm()},
+    "z-score": {"weighing": ZScore(warmup=1)},
+    "by median": {"weighing": ByMedian()},
+    "carry": {"mixing": Carry()},
+    "delayed nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
+    "random-k": {"compression": "random_k+memory"},
+    "random block": {"compression": "random_block"},
+    "two shots": {"exchange": TwoShot([0.75, 0.25])},
+    "threshold": {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=2))},
+    "senders": {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"))},
+    # On this machine every link carries the first code in time.
+    "by link": {"compression": ByLink(["fp4+memory", "sparse"], within=1000.0)},
+    "paced": {"schedule": Selective(0.4)},
+    "drop compute": {"compression": "sparse"},
+}
+
+
+def net() -> nn.Module:
+    """106,000 parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3))
+
+
+def batches(group: int) -> list[tuple[Tensor, Tensor]]:
+    """More of them than there are inner steps, for two micro-batches each."""
+    return fits.SomeBatches(group, 2 * STEPS).batches
+
+
+def fitted(rank: int, world_size: int, name: str, folder: Path) -> dict[str, Tensor]:
+    loader: Any = DataLoader(batches(rank), batch_size=None)  # type: ignore[arg-type]
+    more: dict[str, Any] = {}
+    if name == "paced":
+        loader = Paced(loader, speed=0.5 if rank else 1.0)
+    if name == "drop compute":
+        loader = DropCompute(2, budget=inf)(loader)
+        more = {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(folder))]}
+    strategy = fits.strategy(worker_groups=2, **{**SHARED, **POLICIES[name]})
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=STEPS, use_distributed_sampler=False, **more)
+    trainer.fit(fits.module(net=net(), inner="adamw"), loader)
+    return {key.removeprefix("net."): values for key, values in strategy.outer_state_dict().items()}
+
+
+def simulated(name: str) -> dict[str, Tensor]:
+    models = [net() for _ in range(2)]
+    optimizers = [inner_optimizer("adamw", model) for model in models]
+    groups = SimulatedGroups(models, **{**SHARED, **POLICIES[name]})
+    every = [iter(batches(group)) for group in range(2)]
+    micro_batches = 2 if name == "drop compute" else 1
+    for step in range(1, STEPS + 1):
+        idle = {1} if name == "paced" and step % 2 else set[int]()
+        for group in {0, 1} - idle:
+            optimizers[group].zero_grad()
+            for x, y in [next(every[group]) for _ in range(micro_batches)]:
+                (nn.functional.mse_loss(models[group](x), y) / micro_batches).backward()
+            optimizers[group].step()
+        groups.step(idle=idle, trained=[micro_batches] * 2)
+    groups.finish()
+    return groups.outer_state_dict()
+
+
+@pytest.mark.timeout(180)
+def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
+    ranks = play(2, {name: partial(fitted, name=name, folder=tmp_path) for name in POLICIES})
+    expected = {name: simulated(name) for name in POLICIES}
+    assert [name for name, every in ranks.items() if any(unequal(outer, expected[name]) for outer in every)] == []
+    assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"

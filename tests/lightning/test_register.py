@@ -18,7 +18,7 @@ from lightning_sdiloco import lightning_pytorch as ours
 from lightning_sdiloco.lightning.host import patching
 from lightning_sdiloco.lightning.host.patching import FABRIC, NEWEST, OLDEST, REGISTER, HostName
 from lightning_sdiloco.tools.simulate.groups import simulated_classes
-from tests import fits
+from tests import fits, sharded
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes
 
@@ -27,12 +27,11 @@ VERSION = importlib.import_module(LIGHTNING).__version__
 
 
 @cache
-def prepared(distribution: str, sharded: bool = False) -> Any:
+def prepared(distribution: str, of_shards: bool = False) -> Any:
     """A trainer that is about to fit, with all that the register may look at."""
     host = importlib.import_module(distribution)
-    package = lightning_sdiloco if distribution == LIGHTNING else lightning_sdiloco.pytorch_lightning
-    kind = package.StreamingDiLoCoModelParallelStrategy if sharded else package.StreamingDiLoCoStrategy
-    strategy = kind(worker_groups=1, **({} if sharded else {"start_method": "fork"}))
+    kind, chosen = (sharded, {}) if of_shards else (fits, {"start_method": "fork"})
+    strategy = kind.strategy(distribution, worker_groups=1, **chosen)
     callbacks = [host.callbacks.Timer(timedelta(days=1)), host.callbacks.ModelCheckpoint()]
     callbacks.append(host.callbacks.StochasticWeightAveraging(0.1))
     if hasattr(host.callbacks, "WeightAveraging"):
@@ -42,27 +41,23 @@ def prepared(distribution: str, sharded: bool = False) -> Any:
     module.trainer = trainer
     strategy.connect(module)
     module._device_mesh = object()
-    if sharded:
+    if of_shards:
         strategy._device_mesh = object()
     return trainer
 
 
-def hosts_of(entry: HostName, distribution: str) -> list[Any]:
-    """The objects that have a name, in a trainer of either strategy."""
+def looked_at(entry: HostName, distribution: str) -> tuple[list[Any], Any]:
+    """The objects that have a name, and a call that looks for it."""
     if entry.place == "LightningCLI":
-        return [importlib.import_module(f"{distribution}.cli").LightningCLI]
+        cli = importlib.import_module(f"{distribution}.cli").LightningCLI
+        return [cli], lambda: patching.check_without_trainer(cli)
     if entry.place == FABRIC:
         fabric = "lightning.fabric" if distribution == LIGHTNING else "lightning_fabric"
-        return [importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy()]
-    sharded = entry.place == "ModelParallelStrategy"
-    return [host for host in patching._hosts(entry.place, prepared(distribution, sharded)) if host is not None]
-
-
-def check(entry: HostName, distribution: str, hosts: list[Any]) -> None:
-    if entry.place in (FABRIC, "LightningCLI"):
-        patching.check_without_trainer(hosts[0], FABRIC if entry.place == FABRIC else "")
-    else:
-        patching.check_names(prepared(distribution, entry.place == "ModelParallelStrategy"))
+        ddp = importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy()
+        return [ddp], lambda: patching.check_without_trainer(ddp, FABRIC)
+    trainer = prepared(distribution, entry.place == "ModelParallelStrategy")
+    hosts = [host for host in patching._hosts(entry.place, trainer) if host is not None]
+    return hosts, lambda: patching.check_names(trainer)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -83,7 +78,7 @@ def take_away(patch: pytest.MonkeyPatch, host: Any, entry: HostName) -> None:
 
 
 class Timer(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
-    """A callback of a user that has the name of one of Lightning's."""
+    """A callback of a user that has the name of one of Lightning's, and is none of its."""
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
@@ -91,15 +86,14 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
     distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
-        # A class of the same name is not Lightning's.
         patch.setattr(prepared(distribution), "callbacks", [*prepared(distribution).callbacks, Timer()])
         patching.check_names(prepared(distribution))
-    patching.check_names(prepared(distribution, sharded=True))
+    patching.check_names(prepared(distribution, of_shards=True))
     assert warnings_of(caplog) == [], "nothing is missing here"
     for entry in REGISTER:
-        hosts = hosts_of(entry, distribution)
+        hosts, check = looked_at(entry, distribution)
         if not entry.is_expected_in(VERSION):
-            check(entry, distribution, hosts)
+            check()
             assert warnings_of(caplog) == []
             continue
         assert hosts, f"there is no object to look at for {entry}"
@@ -108,53 +102,46 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
             for host in hosts:
                 take_away(patch, host, entry)
             if entry.optional:
-                check(entry, distribution, hosts)
+                check()
                 (warning,) = warnings_of(caplog)
                 assert told in warning
             else:
                 with pytest.raises(ValueError, match=re.escape(told)) as refusal:
-                    check(entry, distribution, hosts)
+                    check()
                 assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
         caplog.clear()
 
 
-GONE = (
-    HostName("trainer.fit_loop.epoch_loop", "_gone", "used", "worker groups drift apart"),
-    HostName("trainer.fit_loop", "_left", "used", "the bar is empty", optional=True),
-)
-
-
 def test_every_fit_looks_for_the_names(caplog: pytest.LogCaptureFixture) -> None:
-    def told(rank: int, world_size: int) -> list[tuple[list[str], int]]:
-        found = []
-        for distribution in (LIGHTNING, OTHER):
-            for entry in GONE:
-                caplog.clear()
-                patching.REGISTER = (*REGISTER, entry)
-                trainer, refused = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2), []
-                try:
-                    trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
-                except ValueError as error:
-                    refused.append(str(error))
-                found.append(([*warnings_of(caplog), *refused], trainer.global_step))
-        return found
+    needed = HostName("trainer.fit_loop.epoch_loop", "_gone", "used", "worker groups drift apart")
+    optional = HostName("trainer.fit_loop", "_left", "used", "the bar is empty", optional=True)
 
-    (found,) = run_processes(told, 1)
-    for entry, (messages, steps) in zip(GONE * 2, found, strict=True):
-        assert len(messages) == 1
-        assert f"without {entry} {entry.without}" in messages[0]
-        assert steps == (2 if entry.optional else 0)
+    def run(rank: int, world_size: int) -> None:
+        for distribution in (LIGHTNING, OTHER):
+            patching.REGISTER = (*REGISTER, needed)
+            trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2)
+            with pytest.raises(ValueError, match=re.escape(f"without {needed} {needed.without}")):
+                trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
+            assert trainer.global_step == 0
+            caplog.clear()
+            patching.REGISTER = (*REGISTER, optional)
+            trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2)
+            trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
+            (warning,) = warnings_of(caplog)
+            assert f"without {optional} {optional.without}" in warning
+            assert trainer.global_step == 2
+
+    run_processes(run, 1)
 
 
 def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
-    trainer = prepared(LIGHTNING)
+    loop = prepared(LIGHTNING).fit_loop
+    before = loop.setup_data
     with ExitStack() as undo:
         with pytest.raises(AssertionError, match="_save_something is not in the register"):
-            patching.replace(undo, trainer, "_save_something", print)
+            patching.replace(undo, loop, "_save_something", print)
         with pytest.raises(ValueError, match="lacks what worker groups rest on: without trainer.fit_loop"):
             patching.replace(undo, object(), "setup_data", print)
-        loop = trainer.fit_loop
-        before = loop.setup_data
         patching.replace(undo, loop, "setup_data", print)
         patching.replace(undo, loop, "setup_data", repr)
         assert loop.setup_data.func is repr
@@ -165,14 +152,7 @@ def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
 # The register and the source
 
 PACKAGE = Path(lightning_sdiloco.__file__).parent
-SOURCES = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-KNOWING = [
-    path
-    for path in SOURCES
-    if path.parent == PACKAGE or path.is_relative_to(PACKAGE / "lightning") or "simulate" in path.parts
-]
 NAMES = {entry.name for entry in REGISTER}
-PATCHED = {entry.name for entry in REGISTER if entry.use == "patched"}
 # Methods of named tuples, and the end of the names of scalars.
 NO_NAMES = {"_make", "_replace", "_asdict", "_ms"}
 
@@ -181,50 +161,53 @@ def is_private(name: str) -> bool:
     return re.fullmatch(r"_[a-zA-Z]\w*", name) is not None
 
 
-def defined_in(path: Path) -> set[str]:
+def defined_in(tree: ast.AST) -> set[str]:
     """The names that a file defines: not those of methods that override another's."""
     names = set()
-    for node in ast.walk(SOURCES[path]):
+    for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names |= {node.name} if "override" not in map(ast.unparse, node.decorator_list) else set()
         elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
             own = isinstance(node, ast.Name) or ast.unparse(node.value) in ("self", "cls")
-            names |= {getattr(node, "id", None) or node.attr} if own else set()  # type: ignore[union-attr]
+            names |= {node.id if isinstance(node, ast.Name) else node.attr} if own else set()
     return names
 
 
-DEFINED = {path: defined_in(path) for path in SOURCES}
-ALL_DEFINED = set().union(*DEFINED.values())
-
-
-def foreign_names(path: Path) -> Iterator[str]:
+def foreign_names(tree: ast.AST, own: set[str], ours: set[str]) -> Iterator[str]:
     """The private names of others that a file speaks of, as attributes or in quotes."""
-    for node in ast.walk(SOURCES[path]):
+    for node in ast.walk(tree):
+        found: set[str] = set()
         if isinstance(node, ast.Attribute):
-            of_self = ast.unparse(node.value) in ("self", "cls", "super()")
-            found = {node.attr} - (ALL_DEFINED if of_self else DEFINED[path])
+            found = {node.attr} - (ours if ast.unparse(node.value) in ("self", "cls", "super()") else own)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found = {node.value} - DEFINED[path]
+            found = {node.value} - own
         elif isinstance(node, ast.FunctionDef):
-            found = {node.name} - ALL_DEFINED
+            found = {node.name} - ours
         elif isinstance(node, ast.ImportFrom):
             found = {alias.name for alias in node.names}
-        else:
-            continue
         yield from filter(is_private, found)
 
 
 def test_every_private_name_and_every_patch_is_in_the_register_and_no_other() -> None:
-    spoken = set()
-    for path in KNOWING:
-        assert set(foreign_names(path)) - NAMES - NO_NAMES == set(), path
-        calls = [node for node in ast.walk(SOURCES[path]) if isinstance(node, ast.Call)]
-        patches = [call for call in calls if ast.unparse(call.func) == "replace" and len(call.args) in (3, 4)]
-        names = {ast.literal_eval(call.args[-2]) for call in patches if isinstance(call.args[-2], ast.Constant)}
-        assert names - PATCHED == set(), path
-        for node in ast.walk(SOURCES[path]) if path != Path(patching.__file__) else ():
-            words = (getattr(node, field, None) for field in ("attr", "name", "value"))
-            spoken |= {word for word in words if isinstance(word, str)}
+    trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
+    defined = {path: defined_in(tree) for path, tree in trees.items()}
+    patched = {entry.name for entry in REGISTER if entry.use == "patched"}
+    spoken: set[str] = set()
+    for path, tree in trees.items():
+        if (
+            path.parent != PACKAGE
+            and "lightning" not in path.relative_to(PACKAGE).parts
+            and "simulate" not in path.parts
+        ):
+            continue
+        assert set(foreign_names(tree, defined[path], set().union(*defined.values()))) - NAMES - NO_NAMES == set(), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "replace" and len(node.args) in (3, 4):
+                name = node.args[-2]
+                assert not isinstance(name, ast.Constant) or name.value in patched, path
+            if path != Path(patching.__file__):
+                words = (getattr(node, field, None) for field in ("attr", "name", "value"))
+                spoken |= {word for word in words if isinstance(word, str)}
     assert NAMES - spoken == set()
     assert len({(entry.place, entry.name) for entry in REGISTER}) == len(REGISTER)
 
@@ -251,14 +234,10 @@ def test_what_our_classes_share_with_lightnings_is_in_the_register() -> None:
         assert shared - NAMES == set(), kind
 
 
-# Versions
-
-
-def pinned(file: str) -> dict[str, str]:
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)", (PACKAGE.parent / file).read_text(), flags=re.MULTILINE))
-
-
 def test_the_register_names_the_versions_that_are_tested_and_allowed() -> None:
+    def pinned(file: str) -> dict[str, str]:
+        return dict(re.findall(r"^([\w-]+)==([\w.]+)", (PACKAGE.parent / file).read_text(), flags=re.MULTILINE))
+
     newest, oldest = pinned("constraints.txt"), pinned("constraints-oldest.txt")
     project = (PACKAGE.parent / "pyproject.toml").read_text()
     for name in ("lightning", "pytorch-lightning"):
