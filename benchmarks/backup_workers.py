@@ -26,20 +26,10 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import report
-from lightning_sdiloco.federation import (
-    Answer,
-    Call,
-    ChosenQuorum,
-    Contribution,
-    Follower,
-    Hello,
-    Ledger,
-    MergeAction,
-    Payload,
-    Position,
-    Record,
-    Terms,
-)
+from lightning_sdiloco.federation.charter import ChosenQuorum, Terms
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.ledger import Answer, Ledger
+from lightning_sdiloco.federation.messages import Call, Contribution, Hello, Payload, Position, Record
 
 CHARTER = "00" * 32
 BEAT = 2.5

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.runs import Runs
 from benchmarks.training import Run, Training
-from lightning_sdiloco.planning import half_width
+from lightning_sdiloco.planning.units import half_width
 
 FEWEST_ROUNDS = 15
 """What has fewer rounds tells nothing of a setting, and is left out."""

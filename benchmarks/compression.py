@@ -21,9 +21,8 @@ from torch import Tensor
 
 from benchmarks import report
 from benchmarks.outer_gradients import QUICK, Replicas, Training, heavy_tails, outer_gradients
-from lightning_sdiloco.algorithm import digest
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
-from lightning_sdiloco.algorithm.weighting import Count
+from lightning_sdiloco.algorithm.weighting import Count, digest
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,

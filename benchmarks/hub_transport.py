@@ -54,7 +54,8 @@ def iperf3(links: Links, size: int, connections: int) -> float:
 
 def serve(folder: str) -> None:
     """Is the hub, in site 0."""
-    from lightning_sdiloco.federation import BlobStore, Hub
+    from lightning_sdiloco.federation.server import Hub
+    from lightning_sdiloco.federation.store import BlobStore
     from tests.federation.hubs import Noting
 
     hub = Hub(Noting(), BlobStore(Path(folder, "store")), RUN, "0.0.0.0:7100", keys=Path(folder, "keys"))
@@ -66,7 +67,8 @@ def serve(folder: str) -> None:
 
 def send(folder: str, address: str, connections: str) -> None:
     """Is the site, in site 1: sends as many bytes as it is told, and tells how fast that was."""
-    from lightning_sdiloco.federation import HubClient, key_of
+    from lightning_sdiloco.federation.client import HubClient
+    from lightning_sdiloco.federation.codec import key_of
 
     keys = Path(folder, "keys", "site.bundle")
     mailbox = HubClient(f"{address}:7100", RUN, "site", keys, channels=int(connections))
@@ -83,7 +85,7 @@ def send(folder: str, address: str, connections: str) -> None:
 
 
 def measure(line: Line, repeats: int) -> list[dict[str, Any]]:
-    from lightning_sdiloco.federation import add_keys, init_keys
+    from lightning_sdiloco.federation.keys import add_keys, init_keys
 
     rows = []
     with (

@@ -34,7 +34,7 @@ from benchmarks.comparison import FEWEST_ROUNDS, Comparison
 from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import Training
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 
 Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""

@@ -27,7 +27,8 @@ from typing_extensions import override
 from benchmarks import report
 from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-from lightning_sdiloco.federation import HubService, add_keys, init_keys
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.server import HubService
 from tests.chaos.processes import BATCH, FEATURES, SYNC_EVERY, TARGETS, Net
 from tests.ranks import run_processes
 

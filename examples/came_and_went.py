@@ -9,7 +9,7 @@ from typing import Any
 
 from slow_link import dress, in_themes
 
-from lightning_sdiloco.lightning import Rank, Run
+from lightning_sdiloco.lightning.monitor import Rank, Run
 
 COLORS = ("blue", "green", "orange")
 PAUSE = 1.0

@@ -34,8 +34,9 @@ from rich.table import Table
 from rich.text import Text
 from text_data import StandardLibraryText
 
-from lightning_sdiloco.federation import HubClient, add_keys, init_keys
-from lightning_sdiloco.lightning import Run, read_run
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.lightning.monitor import Run, read_run
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 
 # Relative, so that the commands printed can be read, and typed, in the folder where the demo was started.

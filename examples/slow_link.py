@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.planning import DataParallel, Groups, Link, Model, Streaming, play
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import DataParallel, Streaming, play
+from lightning_sdiloco.planning.workload import Groups, Model
 
 LINK = Link(gbit_s=0.1, round_trip=0.05)
 LINK_NAME = "100 Mbit/s with a round trip of 50 ms"

@@ -7,35 +7,22 @@ from typing import TYPE_CHECKING, Any
 from lightning_sdiloco.registration import register_when_imported
 
 if TYPE_CHECKING:
-    from lightning_sdiloco.algorithm import (
-        Carry,
-        Control,
-        Count,
-        FastestPairs,
-        Fragment,
-        Heard,
-        LandingRule,
-        LaunchSchedule,
-        Mix,
-        OuterOptimizer,
-        RandomPairs,
-        Ring,
-        Route,
-        Schedule,
-        Selective,
-        TwoShot,
-        Weighing,
-    )
+    from lightning_sdiloco.algorithm.config import OuterOptimizer
+    from lightning_sdiloco.algorithm.gossip import FastestPairs, RandomPairs, Ring, Route
+    from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix
+    from lightning_sdiloco.algorithm.partition import Fragment
+    from lightning_sdiloco.algorithm.reduce import TwoShot
+    from lightning_sdiloco.algorithm.schedule import Heard, LaunchSchedule, Schedule, Selective
+    from lightning_sdiloco.algorithm.weighting import Control, Count, Weighing
     from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
-    from lightning_sdiloco.engine import (
-        DropCompute,
-        Landing,
-        SimulatedGroups,
-        StreamingDiLoCo,
-        WorkerGroups,
-    )
+    from lightning_sdiloco.engine.drop_compute import DropCompute
+    from lightning_sdiloco.engine.engine import StreamingDiLoCo
+    from lightning_sdiloco.engine.fragments import Landing
+    from lightning_sdiloco.engine.simulation import SimulatedGroups
+    from lightning_sdiloco.engine.start import WorkerGroups
     from lightning_sdiloco.errors import AgreementError, ExchangeError
-    from lightning_sdiloco.federation import DynamicBackup, Federation, Quorum
+    from lightning_sdiloco.federation.config import Federation
+    from lightning_sdiloco.federation.quorum import DynamicBackup, Quorum
     from lightning_sdiloco.lightning_pytorch import (
         StreamingDiLoCoFabricStrategy,
         StreamingDiLoCoModelParallelStrategy,
@@ -45,7 +32,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = ("engine", "algorithm", "compression", "federation", "errors", "lightning_pytorch")
+# The files of the public names, in the order in which they are looked for.
+_HOMES = (
+    *("engine.engine", "engine.start", "engine.simulation", "engine.drop_compute", "engine.fragments"),
+    *("algorithm.config", "algorithm.gossip", "algorithm.merge", "algorithm.partition", "algorithm.reduce"),
+    *("algorithm.schedule", "algorithm.weighting", "compression", "federation.config", "federation.quorum"),
+    *("errors", "lightning_pytorch"),
+)
 __all__ = [
     "FP4",
     "AgreementError",
@@ -110,8 +103,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         """Imports what is used when it is used: torch takes a second, and each distribution of Lightning two more."""
         if name in __all__:
-            rooms = (import_module(f"{__name__}.{room}") for room in _ROOMS)
-            return next(getattr(room, name) for room in rooms if hasattr(room, name))
+            homes = (import_module(f"{__name__}.{home}") for home in _HOMES)
+            return next(getattr(home, name) for home in homes if hasattr(home, name))
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         if name in _EXAMPLES:

@@ -6,16 +6,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_sdiloco.lightning import (
-    Distribution,
-    FabricWorkerGroupStrategy,
-    Fit,
-    LauncherMixin,
-    ShardedModel,
-    StreamingDiLoCoMonitorMixin,
-    WholeModel,
-    WorkerGroupStrategy,
-)
+from lightning_sdiloco.lightning.fabric import FabricWorkerGroupStrategy
+from lightning_sdiloco.lightning.fit import Distribution, Fit
+from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
+from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
+from lightning_sdiloco.lightning.results import LauncherMixin
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 
 
 class StreamingDiLoCoCallback(Fit, Callback):

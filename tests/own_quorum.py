@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_sdiloco import Quorum
-from lightning_sdiloco.federation import Record
+from lightning_sdiloco.federation.messages import Record
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
-from lightning_sdiloco.algorithm import Mix, digest
+from lightning_sdiloco.algorithm.merge import Mix
+from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.flight import norm_squared, outer_step
 from tests.gpu.task import Found, Place

@@ -12,7 +12,7 @@ from benchmarks.models import TINY
 from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import NamedTraining
 from lightning_sdiloco import Carry, FastestPairs, RandomPairs, Ring, Selective, TwoShot
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
 from delayed_nesterov import DelayedNesterov  # isort: skip  (on the path since benchmarks.models)

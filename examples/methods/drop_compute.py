@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import DropCompute, StreamingDiLoCo
-from lightning_sdiloco.engine import best_drop
+from lightning_sdiloco.engine.drop_compute import best_drop
 
 MICRO_BATCHES = 8
 

@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming, play
+from lightning_sdiloco.planning.workload import Groups, Model
 
 ALIKE = 0.05  # who is less than this behind the fastest is as fast: shares are measured
 

@@ -13,9 +13,11 @@ Here the planner plays groups in virtual time that train 300 million parameters,
 them has a line that carries 0.01 Gbit/s up and 0.1 down.
 """
 
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink
-from lightning_sdiloco.planning import Groups, Line, Link, Model, Streaming, play
+from lightning_sdiloco.planning.link import Line, Link
+from lightning_sdiloco.planning.methods import Streaming, play
+from lightning_sdiloco.planning.workload import Groups, Model
 
 STEPS = 10_000
 

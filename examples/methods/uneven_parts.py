@@ -8,8 +8,10 @@ With a Trainer it is `StreamingDiLoCoStrategy(exchange=TwoShot())`, which measur
 from side_by_side import compare
 
 from lightning_sdiloco import TwoShot
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, play
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming, play
+from lightning_sdiloco.planning.workload import Groups, Model
 
 LINKS = [1.0, 1.0, 1.0, 0.5]
 

@@ -28,8 +28,10 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import Control, Settings, TwoShot, all_reduce_for
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
+from lightning_sdiloco.algorithm.weighting import Control
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import finite_mean, norm_squared
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.shards import (

@@ -15,21 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import (
-    DEFAULT_TIMEOUT,
-    Absences,
-    Fragment,
-    LandingRule,
-    LaunchSchedule,
-    OuterOptimizer,
-    Route,
-    Schedule,
-    Settings,
-    TwoShot,
-    Weighing,
-    refuse_unknown,
-)
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OuterOptimizer, Settings, refuse_unknown
+from lightning_sdiloco.algorithm.gossip import Route
+from lightning_sdiloco.algorithm.merge import LandingRule
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.reduce import TwoShot
+from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
+from lightning_sdiloco.algorithm.weighting import Absences, Weighing
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.checkpoint import (
     Restart,

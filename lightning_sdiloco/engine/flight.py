@@ -25,24 +25,14 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import (
-    CONTROL_BYTES,
-    HOST_BYTES,
-    AllReduce,
-    Brought,
-    Control,
-    Count,
-    LandingRule,
-    Mix,
-    Settings,
-    Taken,
-    all_reduce_for,
-    bring,
-    plain,
-    take,
-    trained,
-)
-from lightning_sdiloco.comm import STAGES, Communicator, Exchange, Topology, Unanswered, VaryingExchange
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
+from lightning_sdiloco.algorithm.merge import LandingRule, Mix
+from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Control, Count, plain, trained
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
+from lightning_sdiloco.comm.topology import STAGES, Topology
 from lightning_sdiloco.compression import Compression, resolve
 from lightning_sdiloco.engine.fragments import Arrival, Diagnostics, FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState

@@ -16,8 +16,8 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm import page_locked, to_device, to_host
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.comm.communicator import page_locked, to_device, to_host
 from lightning_sdiloco.memory import new_vector
 
 Make = Callable[[Sequence[Tensor]], Optimizer]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm import Communicator
+from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.shards import local, reshard

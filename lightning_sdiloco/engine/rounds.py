@@ -30,8 +30,10 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from lightning_sdiloco.algorithm import Every, Fragment, Heard, Schedule, Settings
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import Fragment, LandingRule, Parameter
-from lightning_sdiloco.comm import Communicator, Topology
+from lightning_sdiloco.algorithm.merge import LandingRule
+from lightning_sdiloco.algorithm.partition import Fragment, Parameter
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState, is_elementwise
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.memory import new_vector

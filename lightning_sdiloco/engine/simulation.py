@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import InlineBackground
 from lightning_sdiloco.engine.fragments import Landing

@@ -17,27 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm import (
-    DEFAULT_TIMEOUT,
-    Fragment,
-    Partition,
-    Settings,
-    check_legs,
-    digest,
-    kind_and_backend,
-    partition,
-)
-from lightning_sdiloco.comm import (
-    Communicator,
-    DeviceBackend,
-    GroupLayout,
-    Topology,
-    checked_worker_groups,
-    is_connected,
-    nccl_on,
-    ranks_in,
-    world,
-)
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, Settings
+from lightning_sdiloco.algorithm.gossip import check_legs
+from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
+from lightning_sdiloco.algorithm.reduce import kind_and_backend
+from lightning_sdiloco.algorithm.weighting import digest
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
 from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.fragments import FragmentState, travelling_buffers
 from lightning_sdiloco.engine.outer import OuterState, nesterov_step

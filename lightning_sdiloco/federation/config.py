@@ -7,9 +7,12 @@ from typing import Literal
 
 import torch
 
-from lightning_sdiloco.algorithm import LandingRule, Settings, fault_of, is_real, is_whole, kind_and_backend
-from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import Rounds, ShardedLayout, trainable
+from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
+from lightning_sdiloco.algorithm.merge import LandingRule
+from lightning_sdiloco.algorithm.reduce import kind_and_backend
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.shards import ShardedLayout, trainable
 from lightning_sdiloco.federation.arithmetic import SiteArithmetic, self_test
 from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import HubClient, hub_addresses

@@ -21,24 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import Mix
-from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import (
-    Background,
-    Flight,
-    FragmentState,
-    Landing,
-    Launch,
-    OuterParameter,
-    OuterState,
-    Pending,
-    Purpose,
-    Rounds,
-    Span,
-    Work,
-    completed,
-    to_parameters,
-)
+from lightning_sdiloco.algorithm.merge import Mix
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.flight import Background, Flight, Pending, Work, completed
+from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
+from lightning_sdiloco.engine.outer import OuterState
+from lightning_sdiloco.engine.rounds import Rounds
+from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped, digests_of, fetched_by
 from lightning_sdiloco.federation.charter import Charter

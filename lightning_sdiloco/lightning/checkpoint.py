@@ -39,16 +39,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from lightning_sdiloco.algorithm import AUTO, Settings
-from lightning_sdiloco.engine import (
-    Restart,
-    StreamingDiLoCo,
-    clean_name,
-    files,
-    restart_from,
-    write_common_file,
-    write_ranks,
-)
+from lightning_sdiloco.algorithm.config import AUTO, Settings
+from lightning_sdiloco.engine import checkpoint as files
+from lightning_sdiloco.engine.checkpoint import Restart, restart_from, write_common_file, write_ranks
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
 from lightning_sdiloco.lightning.host.patching import replace

@@ -31,7 +31,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sdiloco.engine import GroupMean, StreamingDiLoCo, is_aligned
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.outer_view import GroupMean
+from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.host.patching import class_names, replace

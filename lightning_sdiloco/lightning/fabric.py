@@ -16,17 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sdiloco.engine import (
-    Landing,
-    StreamingDiLoCo,
-    align_model,
-    files,
-    read_own,
-    require_same_model,
-    unwrapped,
-    write_common_file,
-    write_own,
-)
+from lightning_sdiloco.engine import checkpoint as files
+from lightning_sdiloco.engine.checkpoint import read_own, write_common_file, write_own
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.shards import unwrapped
+from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups

@@ -10,14 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco.engine import (
-    Landing,
-    StreamingDiLoCo,
-    align_model,
-    cut,
-    is_aligned,
-    require_same_model,
-)
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.start import align_model, cut, is_aligned, require_same_model
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.evaluation import Evaluation

@@ -19,7 +19,8 @@ from enum import IntFlag
 from functools import partial
 from typing import Any, NoReturn
 
-from lightning_sdiloco.engine import Landing, StreamingDiLoCo
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options

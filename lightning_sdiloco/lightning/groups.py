@@ -12,28 +12,16 @@ from typing import Any
 
 import torch
 
-from lightning_sdiloco.algorithm import kind_and_backend
-from lightning_sdiloco.comm import (
-    DeviceBackend,
-    GroupLayout,
-    Topology,
-    is_connected,
-    nccl_on,
-    store,
-    world,
-)
-from lightning_sdiloco.engine import StreamingDiLoCo, require_same_settings
+from lightning_sdiloco.algorithm.reduce import kind_and_backend
+from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, is_connected, store, world
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.start import require_same_settings
 from lightning_sdiloco.errors import ExchangeError
-from lightning_sdiloco.launch import (
-    Failures,
-    exchange_address,
-    for_exchange,
-    group_address,
-    has_exchange_interface,
-    rendezvous_at,
-    require_reachable,
-    warn_of_shared_store,
-)
+from lightning_sdiloco.launch.failures import Failures
+from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address, has_exchange_interface
+from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.launch.rendezvous import rendezvous_at, warn_of_shared_store
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 

@@ -28,8 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sdiloco.comm import Communicator, GroupLayout, Topology, mesh_of
-from lightning_sdiloco.engine import files, local, own_state, part_of, ranks_of, reshard, take_up_state
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, mesh_of
+from lightning_sdiloco.engine import checkpoint as files
+from lightning_sdiloco.engine.checkpoint import own_state, take_up_state
+from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
 from lightning_sdiloco.lightning.host.ddp import SingleRankDDP, fix_bucket_order, has_nothing_to_average
 from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work_sharded
 

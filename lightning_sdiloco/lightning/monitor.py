@@ -27,10 +27,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_sdiloco.algorithm import CONTROL_BYTES, Fragment, Schedule, all_reduce_for
-from lightning_sdiloco.comm import page_locked
-from lightning_sdiloco.engine import Landing, Span, StreamingDiLoCo, clean_name
-from lightning_sdiloco.planning import readable, readable_rate, short
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.reduce import all_reduce_for
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
+from lightning_sdiloco.comm.communicator import page_locked
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.fragments import Landing, Span
+from lightning_sdiloco.engine.shards import clean_name
+from lightning_sdiloco.planning.units import readable, readable_rate, short
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base

@@ -19,11 +19,15 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import AUTO, Settings, TwoShot, kind_and_backend
-from lightning_sdiloco.comm import Topology, checked_worker_groups
-from lightning_sdiloco.engine import trainable
-from lightning_sdiloco.federation import Federation
-from lightning_sdiloco.planning import LARGEST_SYNC_EVERY, Groups, Link, Model, candidates, readable_rate, recommend
+from lightning_sdiloco.algorithm.config import AUTO, Settings
+from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
+from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
+from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.planner import LARGEST_SYNC_EVERY, candidates, recommend
+from lightning_sdiloco.planning.units import readable_rate
+from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import Fragment, Schedule
-from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import StreamingDiLoCo
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options

@@ -25,20 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, Unpack, override
 
-from lightning_sdiloco.algorithm import (
-    DEFAULT_TIMEOUT,
-    OTHER_NAMES,
-    LandingRule,
-    LaunchSchedule,
-    OuterOptimizer,
-    Route,
-    TwoShot,
-    Weighing,
-    refuse_unknown,
-)
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, refuse_unknown
+from lightning_sdiloco.algorithm.gossip import Route
+from lightning_sdiloco.algorithm.merge import LandingRule
+from lightning_sdiloco.algorithm.reduce import TwoShot
+from lightning_sdiloco.algorithm.schedule import LaunchSchedule
+from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.compression import Compression
-from lightning_sdiloco.engine import align_model, local
-from lightning_sdiloco.federation import Federation
+from lightning_sdiloco.engine.shards import local
+from lightning_sdiloco.engine.start import align_model
+from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit

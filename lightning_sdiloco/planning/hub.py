@@ -3,7 +3,8 @@
 import math
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm import Settings, all_reduce_for
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.reduce import all_reduce_for
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.planner import MARGIN, SYNC_EVERY
 from lightning_sdiloco.planning.workload import Groups, Model

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm import Settings, TwoShot, all_reduce_for
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.planning.link import require
 from lightning_sdiloco.planning.workload import Groups, Model
 

@@ -14,14 +14,10 @@ from typing import NamedTuple
 
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import (
-    CONTROL_BYTES,
-    HOST_BYTES,
-    Schedule,
-    Settings,
-    TwoShot,
-    all_reduce_for,
-)
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model

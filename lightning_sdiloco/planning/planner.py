@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from lightning_sdiloco.algorithm import OVERLAP_STEPS, Settings
+from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming

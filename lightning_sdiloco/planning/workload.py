@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from lightning_sdiloco.algorithm import Parameter, Settings, partition
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Parameter, partition
 from lightning_sdiloco.planning.link import require
 
 FLOAT32 = 4

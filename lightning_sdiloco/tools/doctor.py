@@ -26,30 +26,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lightning_sdiloco.comm import GroupLayout, checked_worker_groups
+from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import (
-    ChosenQuorum,
-    HubClient,
-    HubError,
-    HubUnreachable,
-    bundle_at,
-    hub_addresses,
-)
-from lightning_sdiloco.launch import (
-    BrokenConnection,
-    Endpoints,
-    Listener,
-    Rendezvous,
-    advice,
-    exchange_address,
-    find_broken_connections,
-    group_address,
-    reason,
-    rendezvous_at,
-    try_to_connect,
-)
-from lightning_sdiloco.planning import readable_rate
+from lightning_sdiloco.federation.charter import ChosenQuorum
+from lightning_sdiloco.federation.client import HubClient, hub_addresses
+from lightning_sdiloco.federation.keys import bundle_at
+from lightning_sdiloco.federation.wire import HubError, HubUnreachable
+from lightning_sdiloco.launch.interfaces import exchange_address, group_address
+from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, Listener, advice, find_broken_connections
+from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
+from lightning_sdiloco.planning.units import readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
 
 SECONDS = 3.0

@@ -11,7 +11,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_sdiloco.federation import HubClient, HubError, HubService, Role, bundle_at
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import Role, bundle_at
+from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.wire import HubError
 
 
 def hub(

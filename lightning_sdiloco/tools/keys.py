@@ -1,6 +1,6 @@
 """Runs ``sdiloco keys``: makes the authority of a federation, bundles for its holders, and takes them back."""
 
-from lightning_sdiloco.federation import Role, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
 
 
 def init(folder: str, run: str | None = None, days: int = 3650) -> str:

@@ -12,33 +12,20 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.engine import trainable
-from lightning_sdiloco.federation import LONGEST_GRACE, All, Quorum, Round, Waits, Way, waits
-from lightning_sdiloco.planning import (
-    MARGIN,
-    TARGET,
-    TARGETS,
-    Entry,
-    Groups,
-    HubLoad,
-    Link,
-    Memory,
-    Method,
-    Model,
-    Plan,
-    Prediction,
-    SharedOut,
-    hub_link,
-    largest_payload,
-    paper,
-    planner,
-    readable,
-    readable_rate,
-    shared_out,
-    short,
-    through_hub,
-)
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.federation.charter import LONGEST_GRACE
+from lightning_sdiloco.federation.quorum import All, Quorum
+from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
+from lightning_sdiloco.planning import paper, planner
+from lightning_sdiloco.planning.hub import HubLoad, hub_link, largest_payload, through_hub
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.links import SharedOut, shared_out
+from lightning_sdiloco.planning.methods import Memory, Method
+from lightning_sdiloco.planning.paper import TARGETS, Entry
+from lightning_sdiloco.planning.planner import MARGIN, TARGET, Plan, Prediction
+from lightning_sdiloco.planning.units import readable, readable_rate, short
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 
 MakeModel = Callable[[], nn.Module]

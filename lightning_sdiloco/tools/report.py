@@ -12,11 +12,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from lightning_sdiloco.algorithm import OVERLAP_STEPS, Parameter, Settings, is_two_shot
+from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
+from lightning_sdiloco.algorithm.partition import Parameter
+from lightning_sdiloco.algorithm.reduce import is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.engine import Span
-from lightning_sdiloco.lightning import LandingRecord, Rank, Run, read_run, write_timeline
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner, readable, readable_rate
+from lightning_sdiloco.engine.fragments import Span
+from lightning_sdiloco.lightning.monitor import LandingRecord, Rank, Run, read_run, write_timeline
+from lightning_sdiloco.planning import planner
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.units import readable, readable_rate
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
 
 

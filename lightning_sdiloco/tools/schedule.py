@@ -1,6 +1,7 @@
 """Runs ``sdiloco schedule``: prints after which inner steps fragments launch and land."""
 
-from lightning_sdiloco.algorithm import Schedule, Settings
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.schedule import Schedule
 
 
 def schedule(

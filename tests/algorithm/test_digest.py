@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 
-from lightning_sdiloco.algorithm import combined, digest
+from lightning_sdiloco.algorithm.weighting import combined, digest
 from tests.bits import SPECIAL, vector
 
 

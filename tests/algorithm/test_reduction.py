@@ -32,8 +32,10 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.engine.flight import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
-from lightning_sdiloco.planning import Groups as Hosts
-from lightning_sdiloco.planning import Link, Model, Streaming, play
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming, play
+from lightning_sdiloco.planning.workload import Groups as Hosts
+from lightning_sdiloco.planning.workload import Model
 from tests.engine.groups import Groups, outer_state, unlike
 from tests.ranks import run_ranks
 from tests.training import LAYERS, mlp

@@ -21,7 +21,7 @@ from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
-from lightning_sdiloco.algorithm import CONTROL_BYTES
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 

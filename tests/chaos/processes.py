@@ -27,17 +27,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.links import enter
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
-from lightning_sdiloco.federation import (
-    Coordinator,
-    Follower,
-    Hello,
-    HubClient,
-    HubConnection,
-    HubService,
-    MergeAction,
-    Record,
-)
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.coordinator import Coordinator
+from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.journal import History
+from lightning_sdiloco.federation.messages import Hello, Record
+from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.server import HubService
 from tests.chaos.notes import Notebook
 from tests.large.models import FEATURES, TARGETS, wide
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.links import Links
-from lightning_sdiloco.federation import add_keys, init_keys
+from lightning_sdiloco.federation.keys import add_keys, init_keys
 from tests.chaos.faults import ALL, FORMS, HUB, STAGES, Fault
 from tests.chaos.notes import Note, Notebook, news, read
 from tests.chaos.processes import RUN, Place, serve, train

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.nn.functional import all_gather
 
-from lightning_sdiloco.comm import Communicator
-from lightning_sdiloco.comm.communicator import decode, encode
+from lightning_sdiloco.comm.communicator import Communicator, decode, encode
 from tests.ranks import run_ranks
 
 

@@ -16,7 +16,7 @@ import torchmetrics
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco.comm import GroupLayout, Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.ranks import run_ranks
 
 TIMEOUT = timedelta(seconds=20)

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.links import Links, missing
-from lightning_sdiloco.comm import GroupLayout, Topology
 from lightning_sdiloco.comm.pacing import Connection, Counters, Pace, Pacing, Sent
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from tests.comm.test_gloo import exchanged
 from tests.ranks import run_processes, run_ranks
 

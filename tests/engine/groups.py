@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.engine import StepClock
+from lightning_sdiloco.engine.flight import StepClock
 from tests.training import backward, batch, inner_optimizer, mlp, train_step
 
 Values = dict[str, Tensor]

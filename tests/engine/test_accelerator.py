@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm import digest
+from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.compression import ErrorFeedback, Int4
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.engine.outer import OnHost

@@ -11,8 +11,7 @@ from torch import nn
 
 from benchmarks.drop_compute import Case, closed_form
 from lightning_sdiloco import DropCompute, StreamingDiLoCo
-from lightning_sdiloco.engine import DroppingLoader
-from lightning_sdiloco.engine.drop_compute import best_drop
+from lightning_sdiloco.engine.drop_compute import DroppingLoader, best_drop
 from tests.engine.groups import unlike
 from tests.methods import Paced
 from tests.training import batch, inner_optimizer, mlp

@@ -20,7 +20,7 @@ from lightning_sdiloco import (
     TwoShot,
     WorkerGroups,
 )
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -33,7 +33,7 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.engine import restart_from
+from lightning_sdiloco.engine.checkpoint import restart_from
 from tests.engine.groups import (
     Groups,
     Rank,

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm import CONTROL_BYTES, Count, all_reduce_for
-from lightning_sdiloco.comm import Topology
+from lightning_sdiloco.algorithm.reduce import all_reduce_for
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
 from lightning_sdiloco.comm.exchange import LENGTH_BYTES, _carried, _packed, _unpacked
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import (
     ByLink,
     Compression,

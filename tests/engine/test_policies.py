@@ -31,7 +31,9 @@ from lightning_sdiloco import (
     TwoShot,
     Weighing,
 )
-from lightning_sdiloco.algorithm import Aggregation, Every, Settings
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.schedule import Every
+from lightning_sdiloco.algorithm.weighting import Aggregation
 from tests.methods import ByMedian, ByNorm, ZScore
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.engine import restart_from
+from lightning_sdiloco.engine.checkpoint import restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
 from tests.engine.groups import Groups, Rank, Values, copied, outer_state, through_a_file, unlike, with_statistics

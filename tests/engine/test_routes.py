@@ -25,11 +25,13 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
     WorkerGroups,
 )
-from lightning_sdiloco.algorithm import Settings
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import Int8, RandomK
-from lightning_sdiloco.engine import Restart, restart_from
-from lightning_sdiloco.planning import Groups as Hosts
-from lightning_sdiloco.planning import Link, Model, Streaming, play
+from lightning_sdiloco.engine.checkpoint import Restart, restart_from
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming, play
+from lightning_sdiloco.planning.workload import Groups as Hosts
+from lightning_sdiloco.planning.workload import Model
 from tests.engine.groups import Rank, outer_state
 from tests.methods import ByNorm
 from tests.ranks import run_ranks

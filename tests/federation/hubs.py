@@ -13,18 +13,15 @@ import numpy as np
 import pytest
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation import (
-    BlobStore,
+from lightning_sdiloco.federation.charter import Charter, Terms
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.messages import (
     Called,
-    Charter,
     Event,
-    Follower,
-    Hub,
-    HubClient,
-    HubConnection,
-    HubService,
     Lost,
-    MergeAction,
     Payload,
     Position,
     Record,
@@ -32,13 +29,12 @@ from lightning_sdiloco.federation import (
     StateArrived,
     StateHeader,
     StateWanted,
-    Terms,
     Waiting,
     Welcomed,
-    add_keys,
-    init_keys,
-    key_of,
 )
+from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.server import Hub, HubService
+from lightning_sdiloco.federation.store import BlobStore
 from tests.federation.trial import Part, Values
 
 RUN, LENGTH = "run-1", 1000

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import Federation, StreamingDiLoCo
-from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine import InlineBackground
-from lightning_sdiloco.federation import InProcessHub, Record, payloads_of
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.flight import InlineBackground
+from lightning_sdiloco.federation.memory import InProcessHub
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.remote import payloads_of
 from tests.training import inner_optimizer, mlp, train_step
 
 STEP, PATIENCE = 0.1, 60.0

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.federation import HubService, init_keys
+from lightning_sdiloco.federation.keys import init_keys
+from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed

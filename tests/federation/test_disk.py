@@ -18,23 +18,13 @@ import pytest
 
 import lightning_sdiloco
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import (
-    EVERYTHING,
-    Altered,
-    BlobStore,
-    Hub,
-    HubClient,
-    LedgerError,
-    Missing,
-    NoSpace,
-    SQLiteLedger,
-    add_keys,
-    init_keys,
-    key_of,
-    revoke_keys,
-)
-from lightning_sdiloco.federation.keys import UNBOUND, Identity, fingerprint, load
-from lightning_sdiloco.federation.wire import CHUNK
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.journal import LedgerError, SQLiteLedger
+from lightning_sdiloco.federation.keys import UNBOUND, Identity, add_keys, fingerprint, init_keys, load, revoke_keys
+from lightning_sdiloco.federation.server import Hub
+from lightning_sdiloco.federation.store import BlobStore
+from lightning_sdiloco.federation.wire import CHUNK, EVERYTHING, Altered, Missing, NoSpace
 from lightning_sdiloco.tools.cli import main
 from tests.federation.hubs import RUN, require_extra
 from tests.s3 import s3_at

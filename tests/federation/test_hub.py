@@ -16,28 +16,24 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation import (
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.memory import InProcessHub
+from lightning_sdiloco.federation.messages import (
     Beat,
     Contribution,
-    Denied,
     Event,
-    Follower,
     Hello,
-    HubClient,
-    HubConnection,
-    HubShards,
-    HubUnreachable,
-    InProcessHub,
     Lost,
     Payload,
     Position,
     Record,
     Recorded,
     StateHeader,
-    key_of,
-    payloads_of,
 )
-from lightning_sdiloco.federation.wire import CHUNK
+from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
+from lightning_sdiloco.federation.wire import CHUNK, Denied, HubUnreachable
 from tests.federation.hubs import RUN, TERMS, ScriptedSite, World, charter, put, require_agreement, serving, until
 from tests.small_disk import fill, small_disk
 from tests.test_rules import nodes_of, of_rooms

@@ -11,34 +11,25 @@ from hypothesis import strategies as st
 from benchmarks.backup_workers import BACKUP, Case, Play
 from lightning_sdiloco import DynamicBackup, Federation
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Malformed, Refused
-from lightning_sdiloco.federation import (
-    ANCHOR_EVERY,
-    RETENTION,
-    All,
-    Answer,
+from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Charter, ChosenQuorum, Terms
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.journal import History, Quorums
+from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
+from lightning_sdiloco.federation.memory import InProcessHub
+from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
-    Charter,
-    ChosenQuorum,
     Contribution,
-    Follower,
-    Founding,
     Hello,
-    InProcessHub,
-    Ledger,
-    MergeAction,
     Payload,
     Position,
     Record,
     Standing,
     StateHeader,
-    Terms,
     Timing,
     Welcome,
-    chosen,
-    quorum_of,
 )
-from lightning_sdiloco.federation.journal import History, Quorums
+from lightning_sdiloco.federation.quorum import All, chosen, quorum_of
 from tests.own_quorum import Core
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)

@@ -10,23 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation import (
+from lightning_sdiloco.federation.charter import Charter, Terms
+from lightning_sdiloco.federation.codec import decoded, plain
+from lightning_sdiloco.federation.messages import (
     Beat,
     Call,
-    Charter,
     Contribution,
     Hello,
+    LeftOut,
     Payload,
     Position,
     Record,
     Standing,
     StateHeader,
-    Terms,
     Timing,
     Welcome,
 )
-from lightning_sdiloco.federation.codec import decoded, plain
-from lightning_sdiloco.federation.messages import LeftOut
 
 KEYS = st.text("0123456789abcdef", min_size=64, max_size=64)
 LIVES = st.text("0123456789abcdef", min_size=16, max_size=16)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError
-from lightning_sdiloco.federation import Recorded, add_keys, init_keys
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.messages import Recorded
 from tests.federation.sites import (
     STEP,
     Site,

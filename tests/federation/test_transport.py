@@ -18,29 +18,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import (
-    ROLES,
+from lightning_sdiloco.federation import client
+from lightning_sdiloco.federation import keys as keys_module
+from lightning_sdiloco.federation.client import HubClient, _checked_parts
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.keys import MAY, ROLES, add_keys, host_of, init_keys, load, revoke_keys
+from lightning_sdiloco.federation.messages import Event
+from lightning_sdiloco.federation.server import MAX_EVENTS
+from lightning_sdiloco.federation.store import BlobStore
+from lightning_sdiloco.federation.wire import (
+    CHUNK,
+    MAX_HEADER,
+    MAX_MESSAGE,
+    PROTOCOL,
     Altered,
-    BlobStore,
     Busy,
     Denied,
-    Event,
-    HubClient,
     HubError,
     HubUnreachable,
     Missing,
     NoSpace,
-    add_keys,
-    client,
-    init_keys,
-    key_of,
-    revoke_keys,
+    checked_size,
+    pack,
+    unpack,
 )
-from lightning_sdiloco.federation import keys as keys_module
-from lightning_sdiloco.federation.client import _checked_parts
-from lightning_sdiloco.federation.keys import MAY, host_of, load
-from lightning_sdiloco.federation.server import MAX_EVENTS
-from lightning_sdiloco.federation.wire import CHUNK, MAX_HEADER, MAX_MESSAGE, PROTOCOL, checked_size, pack, unpack
 from tests.federation.hubs import RUN, Line, Served, put, serving, until
 
 

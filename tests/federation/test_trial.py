@@ -8,18 +8,11 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.federation import (
-    All,
-    Contribution,
-    DynamicBackup,
-    Follower,
-    Ledger,
-    MergeAction,
-    Progress,
-    Record,
-    follower,
-    messages,
-)
+from lightning_sdiloco.federation import follower, messages
+from lightning_sdiloco.federation.follower import Follower, MergeAction, Progress
+from lightning_sdiloco.federation.ledger import Ledger
+from lightning_sdiloco.federation.messages import Contribution, Record
+from lightning_sdiloco.federation.quorum import All, DynamicBackup
 from tests.federation.trial import Hub, Part, Site, World, first_values
 
 SEEDS, FAULTS = range(200), 50

@@ -18,24 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
-from lightning_sdiloco.federation import (
-    RETENTION,
-    Answer,
-    Beat,
-    Call,
-    ChosenQuorum,
-    Contribution,
-    Follower,
-    Hello,
-    Ledger,
-    MergeAction,
-    Payload,
-    Record,
-    StateHeader,
-    Terms,
-    Welcome,
-    key_of,
-)
+from lightning_sdiloco.federation.charter import RETENTION, ChosenQuorum, Terms
+from lightning_sdiloco.federation.codec import key_of
+from lightning_sdiloco.federation.follower import Follower, MergeAction
+from lightning_sdiloco.federation.ledger import Answer, Ledger
+from lightning_sdiloco.federation.messages import Beat, Call, Contribution, Hello, Payload, Record, StateHeader, Welcome
 
 FAULTS = (
     *("kill",) * 3,

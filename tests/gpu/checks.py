@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import StreamingDiLoCo
-from lightning_sdiloco.algorithm import digest
-from lightning_sdiloco.comm import GroupLayout, Topology, nccl_on
-from lightning_sdiloco.comm.exchange import DeviceBackend
+from lightning_sdiloco.algorithm.weighting import digest
+from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.engine.flight import ThreadBackground

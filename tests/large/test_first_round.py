@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
-from lightning_sdiloco.engine import files
+from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.engine.test_group_mean import same as same_states

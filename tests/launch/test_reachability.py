@@ -16,19 +16,10 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_sdiloco.launch import (
-    BrokenConnection,
-    Rendezvous,
-    advice,
-    exchange_address,
-    for_exchange,
-    group_address,
-    reachability,
-    rendezvous,
-    rendezvous_at,
-    require_reachable,
-)
-from lightning_sdiloco.launch.rendezvous import wait_for_store
+from lightning_sdiloco.launch import reachability, rendezvous
+from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
+from lightning_sdiloco.launch.reachability import BrokenConnection, advice, require_reachable
+from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
 from tests.fits import fit
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import run_processes

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
-from lightning_sdiloco.federation import HubConnection, InProcessHub, Record, payloads_of
+from lightning_sdiloco.federation.memory import InProcessHub
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.remote import HubConnection, payloads_of
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.lightning.uneven_fits import same

@@ -18,9 +18,10 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_sdiloco
 from lightning_sdiloco import DynamicBackup, OuterOptimizer, StreamingDiLoCoStrategy
-from lightning_sdiloco.federation import HubService, Record, add_keys, init_keys
-from lightning_sdiloco.lightning import read_run
-from lightning_sdiloco.lightning.monitor import changes
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.lightning.monitor import changes, read_run
 from tests.chaos.checks import Found, Span, Told, examined
 from tests.chaos.faults import Fault
 from tests.chaos.notes import Note, read

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lightning_sdiloco
 from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.comm import GroupLayout, Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
 from tests.fits import LIGHTNING, fit

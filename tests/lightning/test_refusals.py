@@ -23,9 +23,9 @@ from lightning_sdiloco import (
     StreamingDiLoCoModelParallelStrategy,
     StreamingDiLoCoStrategy,
 )
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm import nccl_on
-from lightning_sdiloco.planning import candidates
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.comm.exchange import nccl_on
+from lightning_sdiloco.planning.planner import candidates
 from lightning_sdiloco.pytorch_lightning import StreamingDiLoCoStrategy as OtherStrategy
 from tests import fits
 from tests.ranks import run_processes, run_ranks

@@ -26,8 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_sdiloco
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
-from lightning_sdiloco.comm import Communicator, Topology
-from lightning_sdiloco.engine import Saved, files, write_common_file
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine import checkpoint as files
+from lightning_sdiloco.engine.checkpoint import Saved, write_common_file
 from lightning_sdiloco.lightning import model_format
 from lightning_sdiloco.lightning import options as auto_settings
 from lightning_sdiloco.lightning.model_format import ShardedModel

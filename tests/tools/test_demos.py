@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_sdiloco.lightning import read_run
+from lightning_sdiloco.lightning.monitor import read_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.append(str(EXAMPLES))

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 import lightning_sdiloco
-from lightning_sdiloco.algorithm import Parameter, Settings
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.lightning.monitor import Run, changes, read_run, trace
-from lightning_sdiloco.planning import Groups, Link, Model, Streaming, planner
+from lightning_sdiloco.planning import planner
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools import report as series
 from lightning_sdiloco.tools.output import drawn
 from lightning_sdiloco.tools.report import THEMES, draw_sites, judge, pictures_of

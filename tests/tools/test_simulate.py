@@ -17,7 +17,7 @@ from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.engine.shards import trainable
-from lightning_sdiloco.planning import Absence
+from lightning_sdiloco.planning.methods import Absence
 from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.tools.simulate.command import with_gaps
 from lightning_sdiloco.tools.simulate.groups import Configuration, Run, check, run

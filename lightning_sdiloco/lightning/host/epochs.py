@@ -41,8 +41,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco.comm import Topology, Unanswered
-from lightning_sdiloco.engine import DroppingLoader, StreamingDiLoCo
+from lightning_sdiloco.comm.exchange import Unanswered
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.drop_compute import DroppingLoader
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch

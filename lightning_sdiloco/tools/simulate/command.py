@@ -20,22 +20,12 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.lightning import WorkerGroupStrategy
-from lightning_sdiloco.planning import (
-    STUDENT_T,
-    Absence,
-    DataParallel,
-    Groups,
-    Link,
-    Model,
-    Streaming,
-    Times,
-    half_width,
-    play,
-    readable,
-    readable_rate,
-)
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
+from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate
+from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 from lightning_sdiloco.tools.simulate.groups import LAST, Configuration, Run, check, class_at, run
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites

@@ -21,13 +21,18 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm import Settings
-from lightning_sdiloco.comm import Topology
-from lightning_sdiloco.engine import StepClock, StreamingDiLoCo, random_state, set_random_state, trainable
-from lightning_sdiloco.federation import Federation
-from lightning_sdiloco.lightning import ConnectedGroups, WorkerGroupStrategy, check_without_trainer, in_batch
-from lightning_sdiloco.lightning import replace as replace_in
-from lightning_sdiloco.planning import Model
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.flight import StepClock
+from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
+from lightning_sdiloco.lightning.host.patching import check_without_trainer
+from lightning_sdiloco.lightning.host.patching import replace as replace_in
+from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.registration import variants
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 

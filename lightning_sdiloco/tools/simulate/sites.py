@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_sdiloco.federation import Follower, Record, VirtualHub, VirtualLink, VirtualTime
-from lightning_sdiloco.planning import Absence, Link, require, step_end
+from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.memory import VirtualHub, VirtualLink, VirtualTime
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.methods import Absence, step_end
 from lightning_sdiloco.tools.simulate.groups import (
     Configuration,
     Group,

@@ -11,8 +11,11 @@ from typing import Any, Generic, TypeVar
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_sdiloco.comm import Communicator, Exchange, Topology
-from lightning_sdiloco.engine import InlineBackground, random_state, set_random_state
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.comm.exchange import Exchange
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
+from lightning_sdiloco.engine.flight import InlineBackground
 
 Result = TypeVar("Result")
 
