@@ -51,8 +51,8 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
     A round has so many inner steps, of ``step_time`` seconds each, after which a site sends ``payload`` bytes.
 
     Examples:
-        >>> from lightning_sdiloco.federation import All
-        >>> from lightning_sdiloco.planning import Link
+        >>> from lightning_sdiloco.federation.quorum import All
+        >>> from lightning_sdiloco.planning.link import Link
         >>> ways = {name: Way(Link(gbit_s=1.0), delay) for name, delay in (("a", 0.0), ("b", 0.0), ("c", 8.0))}
         >>> told = waits(All(2), 3.0, ways, payload=125_000_000, steps=100, step_time=1.0)
         >>> told.usual.counted, told.usual.closes, told.all.closes

@@ -18,7 +18,7 @@ there: a validation, a learning rate that depends on metrics, the end of the epo
 these. They may draw random numbers, as a loader of torch does, and early stopping and other checkpoints may depend on
 them. So the resumed run begins with them, unless the checkpoint was saved because of a signal, which happens after
 them. The same goes for learning rates after a checkpoint that was saved at the end of an epoch, as `ModelCheckpoint`
-does by default.
+does by default. With ``max_steps`` Lightning would make such an epoch once more.
 
 [Note: metrics after a resume] Lightning saves no metrics. A mean over an epoch that was resumed would cover only the
 batches since then. Early stopping, checkpoints and learning rates that depend on a metric would decide differently, or
@@ -395,6 +395,8 @@ def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> N
         replace(undo, loop, "on_advance_end", end_epoch)
         if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
             replace(once, loop, "on_advance_start", end_epoch_and_start)
+            # The epoch is over: Lightning sees that where epochs bound the run, and not where steps do.
+            loop._restarting = loop.epoch_loop.restarting = False
         ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
         if loop.epoch_loop.restarting and all(ends):
             progress.increment_completed()

@@ -89,7 +89,8 @@ class Options:
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
         settings = Settings(**{**given, **stand_in})
         if isinstance(settings.exchange, TwoShot) and settings.exchange.lacks_links:
-            settings = replace(settings, exchange=_PLACEHOLDERS["exchange"])
+            backend = settings.exchange.backend
+            settings = replace(settings, exchange=f"{_PLACEHOLDERS['exchange']}:{backend}")
             stand_in["exchange"] = None
         own = {name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")}
         return Options(settings, **own, auto=tuple(stand_in))

@@ -173,9 +173,9 @@ class _Parser(ArgumentParser):
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         # A command that has settings has imported them, and with them torch.
         if unknown and "fragments" in known:
-            algorithm = import_module("lightning_sdiloco.algorithm")
+            settings = import_module("lightning_sdiloco.algorithm.config")
             try:
-                algorithm.refuse_unknown(self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."})
+                settings.refuse_unknown(self.prog, known, {unknown[1].replace("-", "_"): unknown[2] or "..."})
             except ValueError as told:
                 message = f"{message}: {told}"
             except TypeError:  # it has no other name

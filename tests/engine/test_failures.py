@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -250,7 +252,7 @@ def test_who_is_late_by_less_than_a_millisecond_is_not_gone_and_a_landing_waits_
     assert 1.2 <= waited < 9
 
 
-def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon() -> None:
+def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     started = multiprocessing.Event()
 
     def stubborn() -> None:
@@ -263,8 +265,10 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon() -> None:
     assert started.wait(30)
     launcher = _Launcher(StreamingDiLoCoStrategy(), start_method="fork")
     launcher.procs = [process]
+    monkeypatch.setattr(_MultiProcessingLauncher, "launch", Mock(side_effect=KeyboardInterrupt))
     start = time.monotonic()
-    launcher._interrupt()
+    with pytest.raises(KeyboardInterrupt):
+        launcher.launch(print)
     process.join(30)
     assert process.exitcode == -signal.SIGKILL
     assert 3 <= time.monotonic() - start < 20

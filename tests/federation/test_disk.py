@@ -329,7 +329,10 @@ import sys
 for name in ("grpc", "cryptography"):
     sys.modules[name] = None
 import lightning_sdiloco
-from lightning_sdiloco.federation import BlobStore, Hub, HubClient, init_keys
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import init_keys
+from lightning_sdiloco.federation.server import Hub
+from lightning_sdiloco.federation.store import BlobStore
 store = BlobStore(sys.argv[1] + "/store")
 assert store.get(store.put(b"blob")) == b"blob"
 for wanted, make in (

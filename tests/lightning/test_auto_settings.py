@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.algorithm.config import Settings, recommended
+from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.lightning import options as auto_settings
@@ -19,7 +20,7 @@ from lightning_sdiloco.lightning.options import Measured, Options, choice, measu
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
-from tests.fits import LIGHTNING, SomeBatches, fit, module, trainer
+from tests.fits import LIGHTNING, SomeBatches, fit, module, strategy, trainer
 from tests.lightning.uneven_fits import same
 from tests.ranks import run_processes
 from tests.training import mlp
@@ -228,6 +229,11 @@ def test_auto_is_refused_where_it_means_nothing() -> None:
             fit(rank, world_size, 2, 5, {"sync_every": "auto" if rank else 50})
 
     run_processes(in_one_rank_alone, 2)
+
+
+def test_two_shots_whose_links_are_to_be_measured_keep_their_backend() -> None:
+    asked = strategy(exchange=TwoShot(backend="nccl"))
+    assert kind_and_backend(asked._options.settings.exchange) == ("two_shot", "nccl")
 
 
 def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -351,28 +352,30 @@ def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(tmp_
 
 
 def test_a_loader_of_torch_begins_the_next_epoch_with_the_same_random_numbers(tmp_path: Path) -> None:
-    """It takes one for every iterator, and the module has dropout."""
+    """It takes one for every iterator, and the module has dropout. The run is bound by epochs, or by steps."""
 
-    def fit(rank: int, world_size: int, when: str, resume: bool) -> Any:
-        path = tmp_path / when / "step=5.ckpt"
+    def fit(rank: int, world_size: int, when: str, bound: str, resume: bool) -> Any:
+        path = tmp_path / f"{when} {bound}" / "step=5.ckpt"
         module, every = traced(LIGHTNING, rank), 5 if "steps" in when else 1
         trainer = fits.trainer(
             strategy=fits.strategy(worker_groups=1 + ("steps" in when), **CHOICES),
             devices=2,
-            max_epochs=3,
             callbacks=[] if resume else saving(LIGHTNING, path.parent, **{when: every}),
             enable_checkpointing=not resume,
+            **{bound: {"max_epochs": 3, "max_steps": 15}[bound]},
         )
         torch.manual_seed(100 + rank)
         loader = DataLoader([batch(0, step) for step in range(10)], batch_size=None, shuffle=True)
         trainer.fit(module, loader, ckpt_path=str(path) if resume else None)
         return {"trace": module.trace}
 
-    whens = ("every_n_train_steps", "every_n_epochs")
-    ranks = play(2, {f"{when}{resume}": partial(fit, when=when, resume=resume) for when in whens for resume in (0, 1)})
-    for when in whens:
-        for plain, resumed in zip(ranks[f"{when}0"], ranks[f"{when}1"], strict=True):
-            assert_resumed(resumed, plain, 5, end=15)
+    cases = list(product(("every_n_train_steps", "every_n_epochs"), ("max_epochs", "max_steps"), (0, 1)))
+    ranks = play(
+        2, {f"{case}": partial(fit, **dict(zip(("when", "bound", "resume"), case, strict=True))) for case in cases}
+    )
+    for case, resumed in zip(cases[::2], cases[1::2], strict=True):
+        for one, other in zip(ranks[f"{resumed}"], ranks[f"{case}"], strict=True):
+            assert_resumed(one, other, 5, end=15)
 
 
 def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(tmp_path: Path) -> None:
