@@ -35,8 +35,6 @@ _Fetched = tuple[int, int, Payload]
 
 
 class Encoded(NamedTuple):
-    """Holds an outer gradient as it is sent."""
-
     payloads: tuple[Payload, ...]
     blobs: dict[str, Bytes]
     memory: Tensor | None
@@ -47,8 +45,6 @@ class Encoded(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """Holds what a record makes of a fragment."""
-
     before: int
     after: int
     moved: Tensor
@@ -219,7 +215,6 @@ class SiteArithmetic:
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
-    """Returns which payloads a rank fetches for a record."""
     return [
         (site, place, own.payloads[place])
         for site, own in enumerate(record.counted)

@@ -137,7 +137,6 @@ class HubClient:
         return self._from_any(lambda: self._sent(header, view, timeout))
 
     def get(self, key: str, size: int | None = None, timeout: float | None = None) -> bytearray:
-        """Returns the blob under a key, verified."""
         checked_key(key)
         return self._from_any(lambda: self._fetched(key, size, timeout))
 
@@ -444,8 +443,6 @@ class HubClient:
 
 
 class Inline(Executor):
-    """Does at once what it is given."""
-
     @override
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()

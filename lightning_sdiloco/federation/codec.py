@@ -81,7 +81,6 @@ def encoded(value: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """Returns a message, or a part of one, as values of JSON."""
     if isinstance(value, tuple | list):
         return [plain(own) for own in value]
     if isinstance(value, Mapping):

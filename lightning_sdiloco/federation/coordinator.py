@@ -84,8 +84,6 @@ class StateRequest:
 
 @dataclass
 class SiteStatistics:
-    """Holds what is counted of a site since the hub was started."""
-
     heard_at: float = 0.0
     life: str = ""
     lives: int = 0

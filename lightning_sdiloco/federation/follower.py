@@ -39,8 +39,6 @@ from lightning_sdiloco.federation.messages import (
 
 
 class MergeAction(Enum):
-    """What a landing does to the local parameters and to what is held."""
-
     MIX = "mix"
     DROP = "drop"
     CARRY = "carry"
@@ -50,8 +48,6 @@ class MergeAction(Enum):
 
 @dataclass
 class InFlight:
-    """Holds what a site has launched and not landed."""
-
     own: Contribution
     launched_at: int
     steps: int
@@ -60,8 +56,6 @@ class InFlight:
 
 @dataclass
 class Progress:
-    """Holds all that a site remembers of a fragment."""
-
     fragment: int
     applied: Position
     launched_at: int
@@ -508,7 +502,6 @@ class Follower:
 
 
 def _require_sound(own: Progress, position: Position, said: int, digest: int) -> None:
-    """Refuses a state that is not what it says, or not what the records say."""
     if said != digest:
         raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x} and not {said:x}")
     if position.round + 1 < own.kept:

@@ -343,7 +343,6 @@ class History:
                 yield seq, text
 
     def tidy(self, kept: Sequence[int], also: Collection[str]) -> int:
-        """Drops blobs that nothing needs any more."""
         needed = set(also)
         for named, first in zip(self._named, kept, strict=True):
             while named and named[0][0] < first:

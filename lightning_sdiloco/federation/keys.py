@@ -30,8 +30,6 @@ _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOT
 
 
 class Identity(NamedTuple):
-    """For whom a certificate speaks."""
-
     run: str
     role: str
     name: str
@@ -107,7 +105,6 @@ def fingerprint(certificate: bytes) -> str:
 
 
 def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> Path:
-    """Makes an authority in a new folder, with a bundle for the hub."""
     folder, x509 = Path(folder), extra("cryptography.x509")
     if run is not None:
         checked_name("run", run)
@@ -294,8 +291,6 @@ LOOKING = frozenset({"ping", "status", "watch"})
 
 
 class Peer(NamedTuple):
-    """Who makes a call, as its certificate says."""
-
     role: str
     name: str
     life: str

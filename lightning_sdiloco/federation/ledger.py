@@ -102,8 +102,6 @@ class Founding:
 
 
 class Answer(Enum):
-    """What the ledger says to a contribution."""
-
     OPEN = "open"
     KNOWN = "known"
     LATE = "late"
@@ -111,8 +109,6 @@ class Answer(Enum):
 
 @dataclass
 class Member:
-    """Holds what the ledger knows of a site."""
-
     life: str
     until: float
     follows: bool
@@ -122,8 +118,6 @@ class Member:
 
 @dataclass
 class OpenRound:
-    """Holds what was contributed to a round so far."""
-
     opened: float | None = None
     here: dict[str, Contribution] = field(default_factory=dict)
     arrived: dict[str, float] = field(default_factory=dict)
@@ -438,8 +432,6 @@ class Anchors:
 
 
 class Timings:
-    """Remembers when contributions came, until a record tells it."""
-
     def __init__(self) -> None:
         # By fragment: the last round that was closed, and when it was opened.
         self._closed: dict[int, tuple[int, float | None]] = {}

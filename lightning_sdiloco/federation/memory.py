@@ -179,8 +179,6 @@ class VirtualTime:
 
 @dataclass(frozen=True)
 class VirtualLink:
-    """The way between a site and its hub."""
-
     latency: float = 0.0
     seconds_per_byte: float = 0.0
     delay: float = 0.0
@@ -188,8 +186,6 @@ class VirtualLink:
 
 
 class VirtualHub(InProcessHub):
-    """A hub in memory whose time is that of its sites."""
-
     def __init__(self, run: str, sites: int, time: VirtualTime) -> None:
         self.time = time
         super().__init__(run, sites, clock=lambda: time.now)

@@ -62,8 +62,6 @@ _MOST_SHARDS = 4096
 
 
 class Payload(NamedTuple):
-    """Names the bytes of one shard of an outer gradient."""
-
     key: Key
     size: int
 
@@ -84,8 +82,6 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class Contribution(Message):
-    """Holds what a site launches for a round of a fragment."""
-
     fragment: Index
     round: Positive
     site: Name
@@ -112,8 +108,6 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
-    """Tells who contributed to a round and does not count, and why."""
-
     site: Name
     reason: Literal["not finite", "no samples", "other outer parameters"]
 
@@ -144,7 +138,6 @@ class Record(Message):
 
     @cached_property
     def key(self) -> str:
-        """The key by which the next record names it."""
         return key_of(encoded(plain(self)))
 
     @property
@@ -180,8 +173,6 @@ def _require_one_round(record: Record) -> None:
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """Says who a site is and what it has."""
-
     run: Name
     site: Name
     life: Life
@@ -226,8 +217,6 @@ class Beat(Message):
 
 @dataclass(frozen=True)
 class StateHeader(Message):
-    """Describes an outer state: that of a donor, or the anchor."""
-
     applied: tuple[Position, ...]
     digests: tuple[Digest, ...]
 
@@ -279,8 +268,6 @@ class StateWanted:
 
 @dataclass(frozen=True)
 class StateArrived:
-    """The state that was asked for."""
-
     header: StateHeader
     parts: tuple[Bytes, ...]
     source: str
@@ -329,15 +316,11 @@ TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
 
 class Anchor(NamedTuple):
-    """Holds a state that stays at the hub: what it is, and where it lies."""
-
     header: StateHeader
     parts: Parts
 
 
 class Event(NamedTuple):
-    """What a hub tells a site of its own accord."""
-
     kind: str
     header: dict[str, Any]
     body: bytes = b""

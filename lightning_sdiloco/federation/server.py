@@ -59,8 +59,6 @@ _NOISE = random.Random(0).randbytes(CHUNK)  # what pings are answered with; noth
 
 
 class Session:
-    """One who watches."""
-
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
         self.admitted = False

@@ -308,7 +308,6 @@ class FederatedWorld:
         self._drop_landed()
 
     def _drop_landed(self) -> None:
-        """Forgets what the follower no longer has in flight."""
         for index in [i for i in self._launched if self.follower.fragments[i].flight is None]:
             self._rounds.flights.remove(self._launched.pop(index).flight)
 

@@ -146,8 +146,6 @@ class BlobStore:
 
 
 class InMemoryStore:
-    """Blobs in memory, in place of a `BlobStore`."""
-
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
 
@@ -272,7 +270,6 @@ def write_synced(path: Path, data: Bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

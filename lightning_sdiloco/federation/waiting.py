@@ -14,16 +14,12 @@ _ROUNDS = 3 * RETENTION
 
 
 class Round(NamedTuple):
-    """A round of a federation."""
-
     counted: tuple[str, ...]
     closes: float
     seconds: float
 
 
 class Waits(NamedTuple):
-    """What a quorum costs and saves, for the largest fragment."""
-
     arrives: dict[str, float]
     usual: Round
     longest: Round
@@ -31,17 +27,13 @@ class Waits(NamedTuple):
 
 
 class Way(NamedTuple):
-    """The way between a site and its hub."""
-
     link: Link
     delay: float = 0.0
 
     def up(self, nbytes: int) -> float:
-        """Returns when so many bytes are at the hub, in seconds from the launch."""
         return self.delay + self.down(nbytes)
 
     def down(self, nbytes: int) -> float:
-        """Returns the seconds until so many bytes are at the site."""
         return nbytes * 8e-9 / self.link.gbit_s + self.link.round_trip
 
 

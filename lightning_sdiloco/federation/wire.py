@@ -63,7 +63,6 @@ def checked_key(key: Any) -> str:
 
 
 def checked_size(size: Any, limit: int, what: str) -> int:
-    """Returns a size that has been announced, before any memory is taken for it."""
     if type(size) is not int or size < 0:
         raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
     if size > limit:

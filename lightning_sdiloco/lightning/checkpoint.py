@@ -55,8 +55,6 @@ Write = Callable[[Checkpoint, Any], None]
 
 
 class Checkpointer:
-    """Writes the checkpoints of a fit, and resumes from one."""
-
     averaging: Averaging | None = None
     """The averages of the fit, once there are any."""
 

@@ -272,7 +272,6 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         return engine
 
     def _trained_module(self) -> nn.Module:
-        """Returns the module that has the parameters of all optimizers."""
         stepped = {id(p) for one in self._inner_optimizers for group in one.param_groups for p in group["params"]}
         for module in self._nets:
             if stepped <= {id(parameter) for parameter in module.parameters()}:

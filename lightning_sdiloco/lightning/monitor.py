@@ -451,14 +451,11 @@ class Rank:
 
     @property
     def name(self) -> str:
-        """Returns the name of its worker group: in a federation that of the site."""
         site = self.about.get("site")
         return f"group {self.group}" if site is None else str(site)
 
 
 class Run(NamedTuple):
-    """The records of all ranks of a run, in the order of their ranks."""
-
     ranks: list[Rank]
 
     @property

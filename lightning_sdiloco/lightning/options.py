@@ -53,8 +53,6 @@ _MEMORY_RATE = 1e12
 
 
 class Measured(NamedTuple):
-    """What the choice is based on."""
-
     step_time: float
     link: Link
 
@@ -203,7 +201,6 @@ class Options:
         self.auto, self.settings = (), replace(self.settings, **chosen)
 
     def start(self) -> None:
-        """Starts to measure inner steps."""
         self._times = [time.monotonic()]
 
     def step(self, launch_in: int) -> bool:
@@ -213,7 +210,6 @@ class Options:
         return bool(self.auto) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        """Returns the seconds of an inner step on this rank."""
         times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
         return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
 
@@ -237,7 +233,6 @@ class Options:
 def choice(
     names: tuple[str, ...], settings: Settings, model: nn.Module, topology: Topology, measured: Measured | None
 ) -> dict[str, Any]:
-    """Returns what the planner recommends, by argument."""
     if not names:
         return {}
     among = candidates_among(names, settings)

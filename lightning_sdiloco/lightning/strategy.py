@@ -478,7 +478,6 @@ def document(
 
 
 def refuse_others(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
-    """Refuses arguments that a strategy does not have."""
     known = inspect.signature(strategy).parameters
     of_ddp = inspect.signature(DistributedDataParallel).parameters
     for name in of_format.keys() - known.keys():
