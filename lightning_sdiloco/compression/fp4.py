@@ -139,7 +139,7 @@ def native() -> ctypes.CDLL | None:
 
 def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = new_vector(FP4().wire_bytes(values.numel()), values.device, torch.uint8)
+    payload = new_vector(_size(values.numel()), values.device, torch.uint8)
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 
@@ -156,9 +156,13 @@ def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tenso
     library.fp4_mean(payloads, factors, len(sent), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
+def _size(numel: int) -> int:
+    return 2 * -(-numel // BLOCK) + -(-numel // 2)
+
+
 def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
     assert out.dtype == torch.float32, "bytes are decoded to float32"
-    size = FP4().wire_bytes(out.numel())
+    size = _size(out.numel())
     for payload in payloads:
         assert payload.numel() == size, "the payload belongs to a vector of another size"
         assert payload.dtype == torch.uint8, "a payload is bytes"
