@@ -222,6 +222,13 @@ def test_what_stands_outside_the_blocks_has_fragments_of_its_own(fragments: str)
             )
 
 
+def test_what_stands_outside_shares_a_fragment_up_to_the_size_of_the_largest_one_of_blocks() -> None:
+    blocks = [Parameter(f"blocks.{index}.weight", 16) for index in range(4)]
+    for size, names in ((16, [("a", "b"), ("c",)]), (17, [("a",), ("b",), ("c",)])):
+        outside = [Parameter(name, size) for name in "abc"]
+        assert [one.names for one in partition([*blocks, *outside], "strided:2").fragments[2:]] == names
+
+
 # Every parameter exactly once
 
 

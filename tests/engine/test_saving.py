@@ -1,5 +1,6 @@
 """Files of a loop of one's own: what they hold, and whose state is refused; `tests/large` resumes from them."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.checkpoint import random_state
 from tests.engine.groups import Rank
 from tests.ranks import run_ranks
-from tests.training import LAYERS, mlp
+from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
 
@@ -38,6 +39,21 @@ def test_the_state_of_another_rank_is_refused_there() -> None:
     assert "rank 0 of worker group 0 (2 groups of 1), and this process is rank 0 of worker group 1 (2" in other
     assert "engine.save(path)" in other
     assert "register_for_checkpointing" in other
+
+
+def test_after_the_end_the_state_is_that_before_it_and_a_longer_run_goes_on_from_there() -> None:
+    models = [mlp(), mlp()]
+    groups, longer = SimulatedGroups(models, **CHOICES), SimulatedGroups([mlp(), mlp()], **CHOICES)
+    for step in range(1, 8):
+        for group, model in enumerate(models):
+            train_step(model, inner_optimizer("sgd", model), group, step)
+        groups.step()
+    before = [copy.deepcopy(engine.state_dict()) for engine in groups.engines]
+    assert before[0]["flights"]
+    groups.finish()
+    for engine, other, state in zip(groups.engines, longer.engines, before, strict=True):
+        other.load_state_dict(engine.state_dict())
+        assert str(engine.state_dict()) == str(state) == str(other.state_dict())
 
 
 def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(tmp_path: Path) -> None:
