@@ -32,6 +32,9 @@ _ALIGNED = 1 << 10
 MOMENTUM = "momentum_buffer"
 """Under which key torch's SGD keeps the momentum."""
 
+# What hyperparameters are where `nesterov_step` is the step; a schedule may change any.
+_NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
+
 
 # Where outer state rests between a landing and the next launch
 
@@ -186,8 +189,8 @@ class ShardOptimizer:
     def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
         """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient."""
         group = self._rates.of(before.rounds)[self._group_of[fragment]]
-        momentum, is_known = before.state.get(MOMENTUM), self._is_nesterov and values.device.type == "cpu"
-        if is_known and momentum is not None and group["momentum"]:
+        momentum, is_nesterov = before.state.get(MOMENTUM), self._is_nesterov and _NESTEROV.items() <= group.items()
+        if is_nesterov and momentum is not None and group["momentum"] and values.device.type == "cpu":
             state = {MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])}
         else:
             state = self._step_in_stretches(group, values, gradient, before.state)

@@ -215,7 +215,7 @@ class Fit(FitState, _Base):
                 "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
                 " joined already. Set them before trainer.fit, or fit again."
             )
-        self.requests.ask(sum(self.signals.received))
+        self.requests.ask(self.signals.received)
         if engine.launches_next:
             # Before the launch: groups that wait for this one must make it too, and this one waits for its landing.
             self.groups.meet()

@@ -16,7 +16,8 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from enum import IntFlag
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any, NoReturn
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
@@ -121,7 +122,7 @@ class Signals:
 
     def __init__(self, fit: FitState) -> None:
         self._fit, self._trainer = fit, fit.trainer
-        self.received: set[Request] = set()
+        self._received: set[Request] = set()
         self._requeue: Callable[..., None] | None = None
         self._requeued_by: int | None = None
 
@@ -133,15 +134,20 @@ class Signals:
         replace(fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, fit_loop.epoch_loop.on_advance_end))
         replace(fit_loop, "on_advance_end", partial(self._after_epoch, fit_loop.on_advance_end))
 
+    @property
+    def received(self) -> int:
+        # Of a copy: another one may come meanwhile.
+        return sum(self._received.copy())
+
     def end_if_any_received(self) -> None:
         """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
-        ranks = self._fit.groups.topology.world.all_gather_object([int(request) for request in self.received])
-        if received := set[int]().union(*ranks):
-            self._end(sum(received))
+        ranks = self._fit.groups.topology.world.all_gather_object(self.received)
+        if received := reduce(or_, ranks):
+            self._end(received)
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
         # See [Note: signals wait for a step boundary]. Adding to a set is one step, so nested handlers lose nothing.
-        self.received.add(request)
+        self._received.add(request)
         if request == Request.REQUEUE:
             self._requeued_by = signum
 

@@ -37,6 +37,15 @@ def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
     return SequentialLR(optimizer, parts, milestones=[3])
 
 
+class Decaying(LRScheduler):
+    """Keeps the rate, and lets another hyperparameter grow."""
+
+    def get_lr(self) -> list[Any]:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.01 * self.last_epoch
+        return self.base_lrs
+
+
 SCHEDULES: dict[str, Schedule | None] = {
     "none": None,
     "cosine": partial(CosineAnnealingLR, T_max=5),
@@ -46,6 +55,7 @@ SCHEDULES: dict[str, Schedule | None] = {
     "exponential": partial(ExponentialLR, gamma=0.8),
     "restarts": partial(CosineAnnealingWarmRestarts, T_0=3),
     "one cycle": partial(OneCycleLR, max_lr=0.7, total_steps=20),
+    "decay": Decaying,
 }
 NESTEROV = partial(SGD, lr=0.4, momentum=0.9, nesterov=True)
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

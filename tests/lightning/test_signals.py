@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.lightning import monitor
-from lightning_sdiloco.lightning.fit_state import Request, Requests
+from lightning_sdiloco.lightning.fit_state import Request, Requests, Signals
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, traced
@@ -240,6 +241,24 @@ def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_f
     assert all(map(all_ended, ended))
     assert all_ended([*first, *second], STEPS, "")
     assert [min(rank["trace"]) for rank in (*first, *second)] == [16, 16, ENDED, ENDED]
+
+
+def test_a_signal_may_come_while_those_before_it_are_read() -> None:
+    alone: Any = SimpleNamespace(topology=SimpleNamespace(world=SimpleNamespace(all_gather_object=lambda own: [0])))
+    signals, came = Signals(SimpleNamespace(trainer=None, groups=alone)), itertools.count()
+
+    def interrupt(frame: Any, event: str, argument: Any) -> Any:
+        frame.f_trace_opcodes = True
+        signals._note(1 << next(came), signal.SIGTERM, None)
+        return interrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        signals.end_if_any_received()
+    finally:
+        sys.settrace(before)
+    assert next(came) > 10
 
 
 def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
