@@ -25,7 +25,7 @@ from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.planner import LARGEST_SYNC_EVERY, candidates, recommend
+from lightning_sdiloco.planning.planner import SYNC_EVERY, candidates, recommend
 from lightning_sdiloco.planning.units import readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 
@@ -118,9 +118,9 @@ class Options:
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
             ),
             (
-                "sync_every" in self.auto and settings.overlap_steps >= LARGEST_SYNC_EVERY,
+                "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY),
                 f"overlap_steps={settings.overlap_steps} leaves nothing for sync_every='auto', which chooses at most"
-                f" {LARGEST_SYNC_EVERY}. Choose sync_every yourself, or fewer overlap_steps.",
+                f" {max(SYNC_EVERY)}. Choose sync_every yourself, or fewer overlap_steps.",
             ),
             (
                 self.evaluate not in ("outer", "mean", "local"),

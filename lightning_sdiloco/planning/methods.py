@@ -6,13 +6,10 @@ of their launch, and a landing waits for its flight.
 """
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
-
-from typing_extensions import override
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
@@ -41,70 +38,42 @@ class Memory(NamedTuple):
     evaluation_bytes: int
 
 
-class Method(ABC):
-    @property
-    @abstractmethod
-    def bytes_per_step(self) -> float:
-        """Returns the bytes that a group sends to other groups per inner step, in the long run."""
-
-    @abstractmethod
-    def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends to other groups in a run of so many inner steps."""
-
-    @property
-    @abstractmethod
-    def peak_gbit_s(self) -> float:
-        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
-
-    @abstractmethod
-    def utilisation(self, link: Link) -> float:
-        """Returns the share of the wall time in which training does not wait, in the long run."""
-
-
-class DataParallel(Method):
+class DataParallel:
     """`DistributedDataParallel` over all groups: gradients in buckets, during backward, in a ring of the groups."""
 
     def __init__(self, model: Model, groups: Groups) -> None:
         self.groups = groups
-        self._bytes = 2 * groups.others / groups.groups * model.nbytes
+        self.bytes_per_step = 2 * groups.others / groups.groups * model.nbytes
+        self.peak_gbit_s = self.bytes_per_step * 8 / groups.step_time / 1e9
         self._buckets = max(1, math.ceil(model.nbytes / _DDP_BUCKET))
 
-    @property
-    @override
-    def bytes_per_step(self) -> float:
-        return self._bytes
-
-    @override
     def bytes_in(self, steps: int) -> float:
-        return self._bytes * steps
+        return self.bytes_per_step * steps
 
-    @property
-    @override
-    def peak_gbit_s(self) -> float:
-        return self._bytes * 8 / self.groups.step_time / 1e9
-
-    @override
     def utilisation(self, link: Link) -> float:
-        on_link = self._bytes * 8 / (link.gbit_s_of(self.groups.group_size) * 1e9)
+        on_link = self.bytes_per_step * 8 / (link.gbit_s_of(self.groups.group_size) * 1e9)
         each = on_link / self._buckets + self.groups.others * link.round_trip
         step_time = self.groups.step_time
         backward_after_the_first = (1 - 1 / self._buckets) * step_time * 2 / 3
         return step_time / (step_time + max(each, self._buckets * each - backward_after_the_first))
 
 
-class Streaming(Method):
-    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training."""
+class Streaming:
+    """The engine with these settings. DiLoCo is the engine with one fragment that does not overlap with training.
+
+    ``bytes_per_step`` is what a group sends to other groups per inner step, in the long run.
+    """
 
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
-        self.groups = groups
-        self._model = model
-        self.settings = settings
+        self.model, self.settings, self.groups = model, settings, groups
         self.numels = model.fragments(settings)
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).landing.kept
-        # On a route that does not share, a group sends to its partners whole fragments, and 16 bytes to all.
-        self._partners = groups.others if settings.shares else _partners(groups.groups)
+        # On a route that does not share, a group sends to its partners whole fragments, and 16 bytes to all: in a round
+        # of pairs to one, and where a group is over that one has a third.
+        in_pairs = 1 if groups.groups % 2 == 0 else (groups.groups + 3) / groups.groups
+        self._partners = groups.others if settings.shares else in_pairs
         self._connections = self._partners * groups.group_size
         words = HOST_BYTES * (groups.others - self._partners) * groups.group_size
         # Parts that suit the links change what each group sends, and not what all of them send together.
@@ -120,46 +89,36 @@ class Streaming(Method):
         exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
         exactly = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
         self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in exactly)
+        self.bytes_per_step = sum(self._sent) / settings.sync_every
 
-    @property
-    @override
-    def bytes_per_step(self) -> float:
-        return sum(self._sent) / self.settings.sync_every
-
-    @override
     def bytes_in(self, steps: int) -> float:
         """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
-        warmup_steps = min(steps, self.settings.warmup_steps)
-        launched = sum(self._launches(p, steps - warmup_steps) * sent for p, sent in enumerate(self._sent))
+        every, warmup_steps = self.settings.sync_every, min(steps, self.settings.warmup_steps)
+        streamed = [max(0, (steps - warmup_steps - offset) // every) for offset in self._offsets]
+        launched = sum(count * sent for count, sent in zip(streamed, self._sent, strict=True))
         # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
         # it has no other mean at its end.
         ends_in_it = 0 < steps < self.settings.warmup_steps
-        exact = warmup_steps + (warmup_steps > 0) + (not ends_in_it)
-        return launched + exact * self._exact
-
-    @cached_property
-    def final(self) -> "Streaming":
-        """Returns how the final exchange is made, as a method of its own: in float32."""
-        return Streaming(self._model, replace(self.settings, compression="fp32"), self.groups)
-
-    def _launches(self, fragment: int, steps: int) -> int:
-        return max(0, (steps - self.schedule.offset(fragment)) // self.settings.sync_every)
+        return launched + (warmup_steps + (warmup_steps > 0) + (not ends_in_it)) * self._exact
 
     @property
-    @override
+    def _offsets(self) -> list[int]:
+        return [self.schedule.offset(fragment) for fragment in range(len(self.numels))]
+
+    def _together(self, span: int) -> list[list[int]]:
+        """Returns for each fragment those launched in the ``span`` inner steps that end with its own launch."""
+        offsets, every = self._offsets, self.settings.sync_every
+        return [[p for p, other in enumerate(offsets) if (own - other) % every < span] for own in offsets]
+
+    @property
     def peak_gbit_s(self) -> float:
+        """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
         span = max(1, self.settings.overlap_steps)
         most = max(sum(self._sent[p] for p in together) for together in self._together(span))
         return most * 8 / (span * self.groups.step_time) / 1e9
 
-    def _together(self, span: int) -> Iterator[list[int]]:
-        """Yields for each fragment those that are launched in the ``span`` inner steps that end with its own launch."""
-        offsets = [self.schedule.offset(fragment) for fragment in range(len(self.numels))]
-        for own in offsets:
-            yield [p for p, other in enumerate(offsets) if (own - other) % self.settings.sync_every < span]
-
-    @override
     def utilisation(self, link: Link) -> float:
+        """Returns the share of the wall time in which training does not wait, in the long run."""
         played, schedule = _Play(self, [Line.of(link)], [1.0]), self.schedule
         played.follow(
             _timetable(schedule, schedule.warmup_steps + _ROUNDS * schedule.sync_every + schedule.overlap_steps)
@@ -189,16 +148,18 @@ class Streaming(Method):
         most = self._messages[fragment] - codec.wire_bytes(shard)
         return most + codec.choice_bytes(shard, choice)
 
-    def busy(self, fragment: int, lines: Sequence[Line], are_known: bool = True) -> "list[Busy]":
+    def busy(self, fragment: int, lines: Sequence[Line], are_known: bool) -> "list[Busy]":
         """Returns how long each group's link is busy with a flight of a fragment, in both hops and directions."""
-        groups, shard, ranks = self.groups, self._shards[fragment], self.groups.group_size
+        groups, shard, connections = self.groups, self._shards[fragment], self.groups.connections
         all_reduce = all_reduce_for(self.settings.exchange, groups.groups, self.settings.codec, 0.0).at(0)
         to = [CONTROL_BYTES + all_reduce.payload_bytes(shard, group) for group in range(groups.groups)]
         again = [all_reduce.second_hop_bytes(shard, group) for group in range(groups.groups)]
-        spared = [self._spared_bytes(fragment, line.up, are_known) for line in lines]
+        # By how much a message over a link is shorter than the longest one.
+        rates = [are_known * line.up.gbit_s_of(connections) * 1e9 / 8 / connections for line in lines]
+        spared = [self._messages[fragment] - self.message_bytes(fragment, rate) for rate in rates]
 
         def seconds(link: Link, nbytes: int) -> float:
-            return link.seconds(ranks * nbytes, groups.connections) - link.round_trip if nbytes else 0.0
+            return link.seconds(groups.group_size * nbytes, connections) - link.round_trip if nbytes else 0.0
 
         return [
             Busy(
@@ -210,20 +171,10 @@ class Streaming(Method):
             for group, line in enumerate(lines)
         ]
 
-    def _spared_bytes(self, fragment: int, up: Link, is_known: bool) -> int:
-        """Returns by how much a message over a link is shorter than the longest one."""
-        connections = self.groups.connections
-        rate = up.gbit_s_of(connections) * 1e9 / 8 / connections
-        return self._messages[fragment] - self.message_bytes(fragment, is_known * rate)
-
-    def background_seconds(self, fragment: int) -> float:
-        """Returns how long a flight of a fragment keeps the background busy, without the time on the link."""
-        cost = self.costs(fragment, Link(gbit_s=1.0))
-        return cost.encode + cost.average + cost.step
-
     @cached_property
     def memory(self) -> Memory:
-        gathered = FLOAT32 if self.groups.group_size > 1 else 0
+        """What it takes; ``offload="auto"`` means what it means on CUDA."""
+        gathered, offloads = FLOAT32 if self.groups.group_size > 1 else 0, self.settings.outer.offload is not False
         of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
         # the anchor, and the second vector of its momentum.
@@ -233,7 +184,7 @@ class Streaming(Method):
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
         messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         # A fragment that lands after the step of a launch does so behind it.
-        together = list(self._together(self.settings.overlap_steps + 1))
+        together = self._together(self.settings.overlap_steps + 1)
         most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
         # A payload before it becomes a message, two vectors in which others are decoded and added up, and with two
         # shots the mean of the whole shard and what the second rounding has lost now.
@@ -244,18 +195,16 @@ class Streaming(Method):
         on_their_way = max(sum(messages[p] for p in fragments) for fragments in together)
         # Where outer state rests on the host, outer parameters come to the device at the launch and one step before,
         # and the momentum for the outer step; both leave it again before the landing.
-        visiting = 2 * FLOAT32 * max(self._shards) if self.offloads else held
+        visiting = 2 * FLOAT32 * max(self._shards) if offloads else held
         resting = held + 2 * FLOAT32 * max(sum(self._shards[p] for p in fragments) for fragments in together)
         return Memory(
             device_bytes=visiting + most + max(working),
-            host_bytes=on_their_way + (resting if self.offloads else 0),
-            evaluation_bytes=self._model.nbytes + gathered * max(self.numels),
+            host_bytes=on_their_way + (resting if offloads else 0),
+            evaluation_bytes=self.model.nbytes + gathered * max(self.numels),
         )
 
-    @property
-    def offloads(self) -> bool:
-        """Tells whether outer state rests on the host; ``"auto"`` means what it means on CUDA."""
-        return self.settings.outer.offload is not False
+
+Method = DataParallel | Streaming
 
 
 class Costs(NamedTuple):
@@ -270,10 +219,9 @@ class Costs(NamedTuple):
     step: float
     land: float
 
-
-def _partners(groups: int) -> float:
-    """Returns how many partners a group has in a round of pairs, of which one has a third where a group is over."""
-    return min(1, groups - 1) if groups % 2 == 0 or groups == 1 else (groups + 3) / groups
+    @property
+    def background(self) -> float:
+        return self.encode + self.average + self.step
 
 
 class Busy(NamedTuple):
@@ -304,12 +252,16 @@ def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
 # A run in virtual time: when every group has made each inner step, with unequal speeds and absences
 
 
-class Absence(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Absence:
     """A time in which a group does nothing. The others wait for it at their next landing."""
 
     group: int
     start: float
     end: float
+
+    def __post_init__(self) -> None:
+        require(0 <= self.start <= self.end, "absence", self.start, "a start before the end")
 
 
 class Times(NamedTuple):
@@ -352,16 +304,15 @@ def play(
         >>> round(fast.waited), round(slow.waited), round(fast.end) == round(slow.end)
         (20, 0, True)
     """
-    each, groups = [Line.of(one) for one in links or [link] * len(speeds)], method.groups.groups
+    groups, absences = method.groups.groups, sorted(absences)
+    each = [Line.of(one) for one in links or [link] * groups]
     for name, own in (("speeds", speeds), ("lists of idle steps", idle or [()] * groups), ("links", each)):
         if len(own) != groups:
             raise ValueError(f"There are {len(own)} {name} for {groups} worker groups. Give one for each group.")
     for speed in speeds:
         require(speed > 0, "speed", speed, "positive: 0.5 is half as fast as the others")
-    absences = list(absences)
     for absence in absences:
         require(0 <= absence.group < groups, "group", absence.group, "the number of a group, from 0")
-        require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
     played = _Play(method, each, speeds, absences, idle, differ=bool(links) and method.settings.shares)
     if launches is None:
         events = _timetable(method.schedule, steps)
@@ -390,12 +341,13 @@ def step_end(begins: float, step_time: float, absences: Iterable[Absence]) -> fl
 class _Group:
     """The clocks of one group: training thread and background."""
 
-    def __init__(self, step_time: float, absences: list[Absence], idle: Collection[int]) -> None:
-        self._step_time, self._idle = step_time, frozenset(idle)
-        self._absences = sorted(absences, key=lambda absence: absence.start)
+    def __init__(self, step_time: float, absences: Sequence[Absence], idle: Collection[int]) -> None:
+        self._step_time, self._absences, self._idle = step_time, absences, frozenset(idle)
         self.clock = self.waited = self.longest_flight = 0.0
         # When each stage of the background was done with its last flight.
         self.encoded = self.averaged = self.stepped = 0.0
+        # Until when its link is busy, or each of its directions.
+        self.up = self.down = 0.0
         self.landings: list[float] = []
         self.steps: list[float] = []  # when each inner step was done, and what launched and landed after it
 
@@ -429,9 +381,7 @@ class _Play:
         # Where links differ and all groups wait for all, both directions of each are busy with what it carries.
         self._differ = differ
         self._use(method)
-        self._flights, self._rounds = 0, [0] * len(method.numels)
-        # Until when the link of each group is busy, or each of its directions.
-        self._up, self._down = [0.0] * len(lines), [0.0] * len(lines)
+        self._flights = [0] * len(method.numels)
         self._groups = [
             _Group(
                 method.groups.step_time / speed,
@@ -462,18 +412,17 @@ class _Play:
                 self._in_flight.append(fragment)
 
     def ended(self, steps: int) -> list[Times]:
-        """Trains to the end, lands what is in flight, and makes the final exchange."""
+        """Trains to the end, lands what is in flight, and makes the final exchange, in float32."""
         for group in self._groups:
             group.train(steps)
             group.steps[-1:] = [group.clock] * (steps > 0)
         for fragment in self._in_flight:
             self._land(fragment)
-        self._use(self._method.final)
-        final = range(len(self._method.numels))
-        for fragment in final:
-            self._launch(fragment)
-        for fragment in final:
-            self._land(fragment)
+        method = self._method
+        self._use(Streaming(method.model, replace(method.settings, compression="fp32"), method.groups))
+        for move in (self._launch, self._land):
+            for fragment in range(len(method.numels)):
+                move(fragment)
         return [Times(group.steps, group.clock, group.waited, group.longest_flight) for group in self._groups]
 
     def _launch(self, fragment: int) -> None:
@@ -482,11 +431,14 @@ class _Play:
             launched.append(group.clock)
             group.clock += cost.launch
             group.encoded = max(group.clock, group.encoded) + cost.encode
-        arrived = self._over_lines(fragment, cost) if self._differ else self._over_legs(fragment, cost)
+        arrived, second_hop, round_trip = (self._over_lines if self._differ else self._over_legs)(fragment)
+        if second_hop:
+            arrived = [max(group.averaged for group in self._groups) + second_hop + round_trip] * len(arrived)
         for group, at, there in zip(self._groups, launched, arrived, strict=True):
             group.longest_flight = max(group.longest_flight, there - at)
             group.stepped = max(group.stepped, group.averaged, there) + cost.step
             group.landings.append(group.stepped)
+        self._flights[fragment] += 1
 
     def _land(self, fragment: int) -> None:
         for group in self._groups:
@@ -496,52 +448,41 @@ class _Play:
         if fragment == 0:
             self.landed.append(self._groups[0].clock)
 
-    def _over_legs(self, fragment: int, cost: Costs) -> list[float]:
-        """Returns when the last message of a flight is there, by group, and lets all groups average in between.
+    def _over_legs(self, fragment: int) -> tuple[list[float], float, float]:
+        """Lets all groups average, and returns when each has the messages, and what a second hop and its way take.
 
         Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
         slowest link among them.
         """
-        number, self._rounds[fragment] = self._rounds[fragment], self._rounds[fragment] + 1
         settings, everyone = self._method.settings, tuple(range(len(self._groups)))
-        legs = [everyone] if settings.shares or len(everyone) == 1 else settings.routing.legs(number, len(everyone))
+        is_one = settings.shares or len(everyone) == 1
+        legs = [everyone] if is_one else settings.routing.legs(self._flights[fragment], len(everyone))
         launched, arrived = max(group.encoded for group in self._groups), [0.0] * len(self._groups)
         for leg in legs:
-            slowest = _slowest([self._lines[group] for group in leg])
-            own = cost if slowest == self._link else self._method.costs(fragment, slowest)
-            round_trip = slowest.round_trip
-            posted = max(self._groups[group].encoded for group in leg)
-            before = max(self._up[group] for group in leg)
-            warm = slowest.is_warm_after(posted - before - round_trip)
-            free = max(posted, before) + (own.warm if warm else own.cold)
-            for group in leg:
-                self._up[group], arrived[group] = free + own.second_hop, max(free, launched) + round_trip
-                clocks = self._groups[group]
-                clocks.averaged = max(clocks.averaged, arrived[group]) + own.average
-        return self._again(arrived, cost.second_hop, self._link.round_trip)
+            slowest, together = _slowest([self._lines[group] for group in leg]), [self._groups[group] for group in leg]
+            cost = self._costs[fragment] if slowest == self._link else self._method.costs(fragment, slowest)
+            posted, before = max(group.encoded for group in together), max(group.up for group in together)
+            warm = slowest.is_warm_after(posted - before - slowest.round_trip)
+            free = max(posted, before) + (cost.warm if warm else cost.cold)
+            for index, group in zip(leg, together, strict=True):
+                group.up, arrived[index] = free + cost.second_hop, max(free, launched) + slowest.round_trip
+                group.averaged = max(group.averaged, arrived[index]) + cost.average
+        return arrived, self._costs[fragment].second_hop, self._link.round_trip
 
-    def _over_lines(self, fragment: int, cost: Costs) -> list[float]:
+    def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
         """Returns the same where links differ."""
-        self._flights += 1
         # What its first message took, a group is told with the second one.
-        busy, round_trip = self._busy[fragment][self._flights > 2], max(line.round_trip for line in self._lines)
+        busy, round_trip = self._busy[fragment][sum(self._flights) > 1], max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
-        for index, one in enumerate(busy):
-            self._up[index] = max(posted, self._up[index]) + one.up
-            self._down[index] = max(posted, self._down[index]) + one.down
-        arrived = max(*self._up, *self._down) + round_trip
-        for group, one, index in zip(self._groups, busy, range(len(busy)), strict=True):
-            group.averaged = max(group.averaged, arrived) + cost.average
-            self._up[index] += one.up_again
-            self._down[index] += one.down_again
-        again = max(max(one.up_again, one.down_again) for one in busy)
-        return self._again([arrived] * len(busy), again, round_trip)
-
-    def _again(self, arrived: list[float], second_hop: float, round_trip: float) -> list[float]:
-        """Returns when the means of a second hop are there."""
-        if not second_hop:
-            return arrived
-        return [max(group.averaged for group in self._groups) + second_hop + round_trip] * len(arrived)
+        for group, one in zip(self._groups, busy, strict=True):
+            group.up = max(posted, group.up) + one.up
+            group.down = max(posted, group.down) + one.down
+        arrived = max(max(group.up, group.down) for group in self._groups) + round_trip
+        for group, one in zip(self._groups, busy, strict=True):
+            group.averaged = max(group.averaged, arrived) + self._costs[fragment].average
+            group.up += one.up_again
+            group.down += one.down_again
+        return [arrived] * len(busy), max(max(one.up_again, one.down_again) for one in busy), round_trip
 
 
 def _slowest(lines: Sequence[Line]) -> Link:

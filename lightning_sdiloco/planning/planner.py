@@ -1,14 +1,15 @@
-"""Predicts what each method needs and gets on a link, and recommends settings that suit model and link."""
+"""Predicts what each method needs and gets on a link, recommends settings, and plans hubs and links that differ."""
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
-from lightning_sdiloco.compression import COMPRESSIONS
-from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.methods import DataParallel, Memory, Method, Streaming
+from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
+from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.methods import DataParallel, Method, Streaming
 from lightning_sdiloco.planning.workload import Groups, Model
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
@@ -23,8 +24,11 @@ MARGIN = 0.8
 SYNC_EVERY = (30, 50, 100, 200, 300, 500)
 """The ``sync_every`` that are tried."""
 
-LARGEST_SYNC_EVERY = max(SYNC_EVERY)
-"""The largest ``sync_every`` among the `candidates`."""
+HUB_CONNECTIONS = 8
+"""The connections of a site to its hub."""
+
+# One until a payload is at the hub and others hear of it, one until they have asked for it.
+_HUB_ROUND_TRIPS = 2
 
 
 class Prediction(NamedTuple):
@@ -61,15 +65,19 @@ def _least(method: Method, link: Link, target: float) -> float | None:
 
 
 def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, Method]:
-    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training."""
+    """Returns DDP, and the engine in three ways: everything at once, fragment by fragment, overlapped with training.
+
+    Examples:
+        >>> methods = alternatives(Model.of_size(10**9, layers=24), Settings(), Groups(step_time=0.1))
+        >>> {name: round(method.utilisation(Link(gbit_s=1.0)), 3) for name, method in methods.items()}
+        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
+    """
     at_once = replace(settings, overlap_steps=0)
-    streaming = {
-        "diloco": replace(at_once, fragments=[["*"]]),
-        "streaming": at_once,
-        "streaming_overlap": settings,
-    }
-    return {"ddp": DataParallel(model, groups)} | {
-        name: Streaming(model, own, groups) for name, own in streaming.items()
+    return {
+        "ddp": DataParallel(model, groups),
+        "diloco": Streaming(model, replace(at_once, fragments=[["*"]]), groups),
+        "streaming": Streaming(model, at_once, groups),
+        "streaming_overlap": Streaming(model, settings, groups),
     }
 
 
@@ -100,64 +108,106 @@ def with_margin(link: Link) -> Link:
     return replace(link, gbit_s=MARGIN * link.gbit_s)
 
 
-class Recommendation(NamedTuple):
-    settings: Settings
-    prediction: Prediction
-    utilisation_with_margin: float
-    fragments: tuple[int, ...]
-    memory: Memory
+# A federation, whose sites are the groups
 
 
-class Plan(NamedTuple):
-    model: Model
-    groups: Groups
-    link: Link
-    settings: Settings
-    steps: int
-    fragments: tuple[int, ...]
-    methods: dict[str, Prediction]
-    compressions: dict[str, Prediction]
-    memory: Memory
-    recommendation: Recommendation
+class Enough(NamedTuple):
+    sync_every: int
+    overlap_steps: int
 
 
-def plan(model: Model, settings: Settings, groups: Groups, link: Link, steps: int) -> Plan:
-    """Predicts all methods, and recommends settings that suit model and link.
+class HubLoad(NamedTuple):
+    gbit_s: float
+    sites: int
+    bytes_in: int
+    bytes_out: int
+    largest_payload: int
+    share: float
+    flight_seconds: float
+    flight_steps: int
+    enough: Enough | None
 
-    Args:
-        model: The model.
-        settings: The settings of the engine.
-        groups: The groups.
-        link: The way from a group to the others.
-        steps: Inner steps of the whole run.
+
+def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
+    """Predicts what a federation sends through a hub of so many Gbit/s each way, and how often fragments may travel.
 
     Examples:
-        >>> model, groups, link = Model.of_size(10**9, layers=24), Groups(step_time=0.1), Link(gbit_s=1.0)
-        >>> planned = plan(model, Settings(), groups, link, steps=10_000)
-        >>> {name: round(method.utilisation, 3) for name, method in planned.methods.items()}
-        {'ddp': 0.003, 'diloco': 0.701, 'streaming': 0.701, 'streaming_overlap': 0.974}
+        >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
+        >>> load = through_hub(model, Settings(compression="bf16"), sites, Link(gbit_s=1.0), gbit_s=1.0)
+        >>> load.bytes_in, load.bytes_out, load.share, load.enough
+        (8000000000, 24000000000, 1.92, Enough(sync_every=300, overlap_steps=32))
     """
-    own = Streaming(model, settings, groups)
-    compressed = {name: replace(settings, compression=name) for name in COMPRESSIONS}
-    return Plan(
-        model=model,
-        groups=groups,
-        link=link,
-        settings=settings,
-        steps=steps,
-        fragments=own.numels,
-        methods={name: predict(one, link, steps) for name, one in alternatives(model, settings, groups).items()},
-        compressions={name: predict(Streaming(model, one, groups), link, steps) for name, one in compressed.items()},
-        memory=own.memory,
-        recommendation=_recommendation(recommend(model, groups, link), link, steps),
+    require(0 < gbit_s < math.inf, "hub_bandwidth", gbit_s, "a positive number of Gbit/s")
+    mixing = settings.chosen_for(groups.groups).landing.kept
+    all_reduce = all_reduce_for("gather", groups.groups, settings.codec, mixing).at(0)
+    payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
+    bytes_in, largest = groups.groups * sum(payloads), max(payloads)
+    bytes_out = groups.others * bytes_in
+    # What a round keeps the hub busy for, however often there is one.
+    busy, way = bytes_out * 8e-9 / gbit_s, hub_link(link, groups.groups, gbit_s)
+    # From when all sites launch until each has the payloads of all.
+    flight = groups.groups * largest * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
+    steps = max(1, math.ceil(flight / groups.step_time))
+    fitting = [h for h in SYNC_EVERY if busy <= MARGIN * h * groups.step_time and steps < h]
+    return HubLoad(
+        gbit_s=gbit_s,
+        sites=groups.groups,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        largest_payload=largest,
+        share=busy / (settings.sync_every * groups.step_time),
+        flight_seconds=flight,
+        flight_steps=steps,
+        enough=Enough(fitting[0], steps) if fitting else None,
     )
 
 
-def _recommendation(method: Streaming, link: Link, steps: int) -> Recommendation:
-    return Recommendation(
-        settings=method.settings,
-        prediction=predict(method, link, steps),
-        utilisation_with_margin=method.utilisation(with_margin(link)),
-        fragments=method.numels,
-        memory=method.memory,
-    )
+def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
+    """Returns the way between a site and its hub while all sites use the hub at the same time; without loss."""
+    return Link(min(link.gbit_s_of(HUB_CONNECTIONS), gbit_s / sites), link.round_trip)
+
+
+# Groups whose links differ
+
+
+class SharedOut(NamedTuple):
+    """What two shots take over the link of each group; all lists are in the order of the groups."""
+
+    links: tuple[float, ...]
+    shares: tuple[float, ...]
+    bytes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    round_seconds: float
+    equal_seconds: float
+
+    @property
+    def gain(self) -> float:
+        """How many times shorter a round is than with equal parts, if the links hold it up."""
+        return self.equal_seconds / self.round_seconds
+
+
+def shared_out(model: Model, settings: Settings, groups: Groups, links: Sequence[float]) -> SharedOut:
+    """Predicts what parts by bandwidth bring on links that differ, given as Gbit/s for each group.
+
+    Examples:
+        >>> groups = Groups(step_time=1.0, groups=4)
+        >>> told = shared_out(Model.of_size(10**9, layers=24), Settings(), groups, [1, 1, 1, 0.5])
+        >>> round(told.gain, 3), told.shares[3]
+        (1.5, 0.0)
+    """
+    for link in links:
+        require(link > 0, "links", link, "positive numbers of Gbit/s")
+    shards = [-(-numel // groups.group_size) for numel in model.fragments(settings)]
+
+    def of_each(exchange: str | TwoShot) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        all_reduce = all_reduce_for(exchange, groups.groups, settings.codec, 0.0).at(0)
+        sent = tuple(
+            groups.group_size * sum(all_reduce.bytes_to_others(shard, group) for shard in shards)
+            for group in range(groups.groups)
+        )
+        return sent, tuple(nbytes * 8e-9 / link for nbytes, link in zip(sent, links, strict=True))
+
+    exchange = TwoShot("by_bandwidth", links=links)
+    (sent, seconds), (_, equal) = of_each(exchange), of_each("two_shot")
+    shares = exchange.shares(groups.groups) or (1 / groups.groups,) * groups.groups
+    return SharedOut(tuple(links), shares, sent, seconds, max(seconds), max(equal))

@@ -2,33 +2,55 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
 from torch import nn
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.charter import LONGEST_GRACE
 from lightning_sdiloco.federation.quorum import All, Quorum
 from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
-from lightning_sdiloco.planning import paper, planner
-from lightning_sdiloco.planning.hub import HubLoad, hub_link, largest_payload, through_hub
+from lightning_sdiloco.planning import paper
 from lightning_sdiloco.planning.link import Link
-from lightning_sdiloco.planning.links import SharedOut, shared_out
-from lightning_sdiloco.planning.methods import Memory, Method
-from lightning_sdiloco.planning.paper import TARGETS, Entry
-from lightning_sdiloco.planning.planner import MARGIN, TARGET, Plan, Prediction
+from lightning_sdiloco.planning.methods import Memory, Streaming
+from lightning_sdiloco.planning.planner import (
+    MARGIN,
+    TARGET,
+    HubLoad,
+    Prediction,
+    SharedOut,
+    alternatives,
+    hub_link,
+    predict,
+    recommend,
+    shared_out,
+    through_hub,
+    with_margin,
+)
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 
 MakeModel = Callable[[], nn.Module]
+
+
+class Planned(NamedTuple):
+    own: Streaming
+    link: Link
+    steps: int
+    methods: dict[str, Prediction]
+    compressions: dict[str, Prediction]
+    recommended: Streaming
+    prediction: Prediction
+    utilisation_with_margin: float
 
 
 def plan(
@@ -98,18 +120,40 @@ def plan(
         return _paper(picture, format)
     if picture is not None:
         require_drawable(picture)
-    of_links, bandwidth, groups = _links(links, bandwidth, groups)
-    step_time, bandwidth = _required(model, params, layers, step_time, bandwidth, steps)
-    described = _described(model, params, layers)
+    of_links = _links(links, bandwidth)
+    if of_links:
+        bandwidth, groups = min(of_links.values()), len(of_links)
+    described = _described(model, params, layers, step_time, bandwidth)
+    assert step_time is not None
+    assert bandwidth is not None
+    if steps < 1:
+        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
-    of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
-    waits = _asked_waits(described, settings, workers, link, hub_bandwidth, quorum, grace, delays, of_sites)
     hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
+    of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
+    waits = _asked_waits(settings, workers, link, hub, quorum, grace, delays, of_sites)
     shared = shared_out(described, settings, workers, list(of_links.values())) if of_links else None
-    planned = planner.plan(described, settings, workers, link, steps)
+    methods = alternatives(described, settings, workers)
+    compressed = {name: Streaming(described, replace(settings, compression=name), workers) for name in COMPRESSIONS}
+    chosen = recommend(described, workers, link)
+    planned = Planned(
+        own=Streaming(described, settings, workers),
+        link=link,
+        steps=steps,
+        methods={name: predict(method, link, steps) for name, method in methods.items()},
+        compressions={name: predict(method, link, steps) for name, method in compressed.items()},
+        recommended=chosen,
+        prediction=predict(chosen, link, steps),
+        utilisation_with_margin=chosen.utilisation(with_margin(link)),
+    )
     if picture is not None:
-        _draw_plan(picture, planned)
+        curves = {name: partial(_at, method.utilisation, link) for name, method in methods.items()}
+        # From where nothing works to where DDP does, with the link that was asked about in between.
+        busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
+        first, last = (math.log10(bound(bandwidth, *busy)) for bound in (min, max))
+        title = f"{described.numel:,} parameters, {step_time:g} s per inner step"
+        _draw(picture, {title: curves}, math.floor(first) - 1, math.ceil(last), mark=bandwidth)
     if format == "json":
         more = {"hub": hub, "waits": waits, "links": shared}
         told = _plan_as_json(planned) | {name: own for name, own in more.items() if own is not None}
@@ -121,10 +165,14 @@ def plan(
     return "\n\n".join(parts)
 
 
-def _links(path: str | None, bandwidth: float | None, groups: int) -> tuple[dict[str, float], float | None, int]:
-    """Reads the links of all groups, Gbit/s by name in their order; returns them with the slowest and their number."""
+def _at(utilisation: Callable[[Link], float], link: Link, gbit_s: float) -> float:
+    return utilisation(replace(link, gbit_s=gbit_s))
+
+
+def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
+    """Reads the links of all groups: Gbit/s by name, in their order."""
     if path is None:
-        return {}, bandwidth, groups
+        return {}
     if bandwidth is not None:
         raise ValueError(
             f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
@@ -142,33 +190,21 @@ def _links(path: str | None, bandwidth: float | None, groups: int) -> tuple[dict
             f"--links {path} holds {told!r}. Give a list of at least two numbers, the Gbit/s of each group's link, or a"
             " mapping from names to them."
         )
-    named = {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
-    return named, min(named.values()), len(named)
+    return {f"group {name}" if isinstance(name, int) else str(name): link for name, link in links.items()}
 
 
-def _required(
-    model: MakeModel | None,
-    params: float | None,
-    layers: int | None,
-    step_time: float | None,
-    bandwidth: float | None,
-    steps: int,
-) -> tuple[float, float]:
-    if steps < 1:
-        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+def _described(
+    model: MakeModel | None, params: float | None, layers: int | None, step_time: float | None, bandwidth: float | None
+) -> Model:
     size = {} if model else {"--params": params, "--layers": layers}
-    missing = [name for name, value in size.items() if value is None]
-    if missing or step_time is None or bandwidth is None:
-        missing += [name for name, value in (("--step-time", step_time), ("--bandwidth", bandwidth)) if value is None]
+    asked = {**size, "--step-time": step_time, "--bandwidth": bandwidth}
+    missing = [name for name, value in asked.items() if value is None]
+    if missing:
         raise ValueError(
             f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
             " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
             " --bandwidth 1"
         )
-    return step_time, bandwidth
-
-
-def _described(model: MakeModel | None, params: float | None, layers: int | None) -> Model:
     if model is not None:
         if params is not None or layers is not None:
             raise ValueError("--model was given together with --params or --layers. Give either the model or its size.")
@@ -181,12 +217,18 @@ def _described(model: MakeModel | None, params: float | None, layers: int | None
 
 
 def _made(make: MakeModel) -> nn.Module:
+    def configured() -> nn.Module:
+        module = make()
+        # The hook in which a LightningModule may make its layers.
+        getattr(module, "configure_model", lambda: None)()
+        return module
+
     try:
         with torch.device("meta"):
-            return _configured(make())
+            return configured()
     except Exception:  # some models look at their values: these need the memory
         try:
-            return _configured(make())
+            return configured()
         except Exception as error:
             raise ValueError(
                 f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
@@ -194,50 +236,11 @@ def _made(make: MakeModel) -> nn.Module:
             ) from error
 
 
-def _configured(module: nn.Module) -> nn.Module:
-    """Calls the hook in which a LightningModule may make its layers."""
-    configure = getattr(module, "configure_model", None)
-    if configure is not None:
-        configure()
-    return module
-
-
-def _draw_plan(path: str, planned: Plan) -> None:
-    def curve(method: Method) -> Callable[[float], float]:
-        return lambda gbit_s: method.utilisation(replace(planned.link, gbit_s=gbit_s))
-
-    methods = planner.alternatives(planned.model, planned.settings, planned.groups)
-    curves = {name: curve(method) for name, method in methods.items()}
-    title = f"{planned.model.numel:,} parameters, {planned.groups.step_time:g} s per inner step"
-    # From where nothing works to where DDP does, with the link that was asked about in between.
-    busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
-    seen = [planned.link.gbit_s, *busy]
-    first, last = math.floor(math.log10(min(seen))) - 1, math.ceil(math.log10(max(seen)))
-    _draw(path, {title: curves}, first, last, mark=planned.link.gbit_s)
-
-
-def _paper(picture: str | None, format: str) -> str:
-    entries = list(paper.table_4())
-    if picture is not None:
-        panels = {
-            f"{name} parameters": {method: partial(curve, model) for method, curve in paper.METHODS.items()}
-            for name, model in paper.MODELS.items()
-        }
-        _draw(picture, panels, -1, 3)
-    if format == "json":
-        return json.dumps(plain(entries), indent=2)
-    return _table_4_as_text(entries)
-
-
-# A federation
-
-
 def _asked_waits(
-    model: Model,
     settings: Settings,
     groups: Groups,
     link: Link,
-    hub_bandwidth: float | None,
+    hub: HubLoad | None,
     quorum: int | Quorum | None,
     grace: float | None,
     delays: str | None,
@@ -250,68 +253,55 @@ def _asked_waits(
                     f"{name} is about rounds that close by a quorum. Give --quorum too, such as --quorum 2."
                 )
         return None
-    if hub_bandwidth is None:
+    if hub is None:
         raise ValueError(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
             " all. Give the --hub-bandwidth of the federation too."
         )
     if isinstance(quorum, int) and quorum < 1:
         raise ValueError(f"quorum={quorum} is out of range: it must be at least 1. Give a number of sites.")
-    late = _seconds(delays, len(of_sites))
+    try:
+        late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
+    except ValueError:
+        late = []
+    if len(late) != len(of_sites) or not all(number >= 0 for number in late):
+        raise ValueError(
+            f"--delays {delays} are no {len(of_sites)} numbers of seconds, from 0. Give one for each site, as 0,0,12."
+        )
     ways = {
-        site: Way(hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub_bandwidth), delay)
+        site: Way(hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
         for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
     }
-    return waits(
-        All(quorum) if isinstance(quorum, int) else quorum,
-        LONGEST_GRACE if grace is None else grace,
-        ways,
-        largest_payload(model, settings, groups),
-        settings.sync_every,
-        groups.step_time,
-    )
+    asked, grace = All(quorum) if isinstance(quorum, int) else quorum, LONGEST_GRACE if grace is None else grace
+    return waits(asked, grace, ways, hub.largest_payload, settings.sync_every, groups.step_time)
 
 
-def _seconds(delays: str | None, sites: int) -> list[float]:
-    try:
-        each = [float(number) for number in delays.split(",")] if delays else [0.0] * sites
-    except ValueError:
-        each = []
-    if len(each) != sites or not all(number >= 0 for number in each):
-        raise ValueError(
-            f"--delays {delays} are no {sites} numbers of seconds, from 0. Give one for each site, as 0,0,12."
-        )
-    return each
+def _plan_as_json(planned: Planned) -> dict[str, Any]:
+    own, chosen = planned.own, planned.recommended
 
+    def settings(method: Streaming) -> dict[str, Any]:
+        names = ("sync_every", "overlap_steps", "fragments", "compression")
+        told = {name: getattr(method.settings, name) for name in names}
+        numbers = method.settings.chosen_for(method.groups.groups).numbers
+        return {**told, **numbers, "number_of_fragments": len(method.numels)}
 
-# The answer
-
-
-def _plan_as_json(planned: Plan) -> dict[str, Any]:
-    chosen = planned.recommendation
     return {
-        "parameters": planned.model.numel,
-        "gradient_bytes": planned.model.nbytes,
-        **vars(planned.groups),
+        "parameters": own.model.numel,
+        "gradient_bytes": own.model.nbytes,
+        **vars(own.groups),
         "link": planned.link,
         "steps": planned.steps,
-        "settings": _settings(planned.settings, planned.fragments, planned.groups),
+        "settings": settings(own),
         "methods": planned.methods,
         "compressions": planned.compressions,
-        "memory": planned.memory,
+        "memory": own.memory,
         "recommendation": {
-            **_settings(chosen.settings, chosen.fragments, planned.groups),
-            **chosen.prediction._asdict(),
-            "utilisation_with_margin": chosen.utilisation_with_margin,
+            **settings(chosen),
+            **planned.prediction._asdict(),
+            "utilisation_with_margin": planned.utilisation_with_margin,
             "memory": chosen.memory,
         },
     }
-
-
-def _settings(settings: Settings, fragments: tuple[int, ...], groups: Groups) -> dict[str, Any]:
-    names = ("sync_every", "overlap_steps", "fragments", "compression")
-    told = {name: getattr(settings, name) for name in names}
-    return {**told, **settings.chosen_for(groups.groups).numbers, "number_of_fragments": len(fragments)}
 
 
 # As text
@@ -326,31 +316,68 @@ NAMES: Mapping[str, str] = {
 }
 """The methods, as the tables call them."""
 
-_SHOWN = ("0.8", "0.95")
 
-
-def _plan_as_text(plan: Plan) -> str:
-    settings = plan.settings
+def _plan_as_text(planned: Planned) -> str:
+    own, chosen, link, prediction = planned.own, planned.recommended, planned.link, planned.prediction
+    settings, groups = own.settings, own.groups
+    ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
+    loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
     overlap = f"overlap_steps={settings.overlap_steps}"
-    asked = f"sync_every={settings.sync_every}, {overlap}, fragments={settings.fragments!r}"
-    return "\n".join(
-        [
-            *_circumstances(plan),
-            "",
-            f"With {asked}, compression={settings.compression!r}:",
-            "",
-            _predictions(plan.methods, "method"),
-            "",
-            f"Streaming DiLoCo with {overlap}, by compression:",
-            "",
-            _predictions(plan.compressions, "compression"),
-            "",
-            "Memory in each rank, beside ordinary training:",
-            f"  {_memory(plan.memory)}",
-            "",
-            *_recommendation(plan),
-        ]
-    )
+    reached = planned.utilisation_with_margin >= TARGET
+    numbers = chosen.settings.chosen_for(groups.groups).numbers
+    lines = [
+        f"{own.model.numel:,} parameters in {_fragments(own)}, {groups.groups} groups of {ranks}",
+        f"{planned.steps:,} inner steps of {groups.step_time:g} s",
+        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
+        "",
+        f"With sync_every={settings.sync_every}, {overlap}, fragments={settings.fragments!r},"
+        f" compression={settings.compression!r}:",
+        "",
+        _predictions(planned.methods, "method"),
+        "",
+        f"Streaming DiLoCo with {overlap}, by compression:",
+        "",
+        _predictions(planned.compressions, "compression"),
+        "",
+        "Memory in each rank, beside ordinary training:",
+        f"  {_memory(own.memory)}",
+        "",
+        "Recommended:" if reached else f"No settings reach {percent(TARGET)} on this link; closest:",
+        "",
+        f"  sync_every={chosen.settings.sync_every}, overlap_steps={chosen.settings.overlap_steps},"
+        f" fragments={chosen.settings.fragments!r}, compression={chosen.settings.compression!r}",
+        f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
+        "",
+        f"  {_fragments(chosen)}, compute utilisation {percent(prediction.utilisation)}"
+        f" ({percent(planned.utilisation_with_margin)} at {readable_rate(MARGIN * link.gbit_s)})",
+        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
+        f" peak {readable_rate(prediction.peak_gbit_s)}",
+        f"  {_memory(chosen.memory)}",
+    ]
+    return "\n".join(lines)
+
+
+def _predictions(rows: Mapping[str, Prediction], kind: str) -> str:
+    columns = {
+        kind: [NAMES.get(name, name) for name in rows],
+        "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
+        "bytes\nper step": [readable(row.bytes_per_step) for row in rows.values()],
+        "bytes\nin all": [readable(row.bytes) for row in rows.values()],
+        "peak\nGbit/s": [short(row.peak_gbit_s) for row in rows.values()],
+    }
+    for target in ("0.8", "0.95"):
+        needs = [row.gbit_s_for[target] for row in rows.values()]
+        columns[f"Gbit/s\nfor {percent(float(target))}"] = ["never" if one is None else short(one) for one in needs]
+    return table(columns)
+
+
+def _fragments(method: Streaming) -> str:
+    return "1 fragment" if len(method.numels) == 1 else f"{len(method.numels)} fragments"
+
+
+def _memory(memory: Memory) -> str:
+    device, host, evaluation = map(readable, memory)
+    return f"{device} on the device, {host} on the host; {evaluation} more during validation"
 
 
 def _hub_as_text(hub: HubLoad, settings: Settings) -> str:
@@ -415,73 +442,28 @@ def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> s
     return "\n".join(lines)
 
 
-def _table_4_as_text(entries: Sequence[Entry]) -> str:
-    """Formats Table 4: what the closed form gives, followed by the paper's own number where it differs."""
+# Table 4 of the paper, and pictures
+
+
+def _paper(picture: str | None, format: str) -> str:
+    entries = list(paper.table_4())
+    if picture is not None:
+        panels = {
+            f"{name} parameters": {method: partial(curve, model) for method, curve in paper.METHODS.items()}
+            for name, model in paper.MODELS.items()
+        }
+        _draw(picture, panels, -1, 3)
+    if format == "json":
+        return json.dumps(plain(entries), indent=2)
+    # What the closed form gives, followed by the paper's own number where it differs.
     told = [f"{one.gbit_s}" if one.gbit_s == one.paper else f"{one.gbit_s} ({one.paper})" for one in entries]
-    rows = entries[:: len(TARGETS)]
+    count = len(paper.TARGETS)
+    rows = entries[::count]
     columns = {"model": [row.model for row in rows], "method": [NAMES[row.method] for row in rows]} | {
-        percent(target): told[number :: len(TARGETS)] for number, target in enumerate(TARGETS)
+        percent(target): told[number::count] for number, target in enumerate(paper.TARGETS)
     }
     title = "Gbit/s for a compute utilisation; in brackets what the paper has instead"
     return f"{title}\n\n{table(columns, left=2, section=len(NAMES))}"
-
-
-def _circumstances(plan: Plan) -> list[str]:
-    groups, link = plan.groups, plan.link
-    ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
-    loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
-    return [
-        f"{plan.model.numel:,} parameters in {_fragments(plan.fragments)}, {groups.groups} groups of {ranks}",
-        f"{plan.steps:,} inner steps of {groups.step_time:g} s",
-        f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
-    ]
-
-
-def _predictions(rows: Mapping[str, Prediction], kind: str) -> str:
-    def needed(target: str) -> list[str]:
-        return ["never" if (need := row.gbit_s_for[target]) is None else short(need) for row in rows.values()]
-
-    columns = {
-        kind: [NAMES.get(name, name) for name in rows],
-        "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
-        "bytes\nper step": [readable(row.bytes_per_step) for row in rows.values()],
-        "bytes\nin all": [readable(row.bytes) for row in rows.values()],
-        "peak\nGbit/s": [short(row.peak_gbit_s) for row in rows.values()],
-    }
-    return table({**columns, **{f"Gbit/s\nfor {percent(float(target))}": needed(target) for target in _SHOWN}})
-
-
-def _recommendation(plan: Plan) -> list[str]:
-    chosen = plan.recommendation
-    settings, prediction = chosen.settings, chosen.prediction
-    numbers = settings.chosen_for(plan.groups.groups).numbers
-    reached = chosen.utilisation_with_margin >= TARGET
-    verdict = "Recommended" if reached else f"No settings reach {percent(TARGET)} on this link; closest"
-    return [
-        f"{verdict}:",
-        "",
-        f"  sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps},"
-        f" fragments={settings.fragments!r}, compression={settings.compression!r}",
-        f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
-        "",
-        f"  {_fragments(chosen.fragments)}, compute utilisation {percent(prediction.utilisation)}"
-        f" ({percent(chosen.utilisation_with_margin)} at {readable_rate(MARGIN * plan.link.gbit_s)})",
-        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
-        f" peak {readable_rate(prediction.peak_gbit_s)}",
-        f"  {_memory(chosen.memory)}",
-    ]
-
-
-def _fragments(numels: tuple[int, ...]) -> str:
-    return "1 fragment" if len(numels) == 1 else f"{len(numels)} fragments"
-
-
-def _memory(memory: Memory) -> str:
-    device, host, evaluation = map(readable, memory)
-    return f"{device} on the device, {host} on the host; {evaluation} more during validation"
-
-
-# As a picture
 
 
 Curves = Mapping[str, Callable[[float], float]]

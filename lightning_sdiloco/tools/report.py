@@ -221,7 +221,7 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     for rank in run.ranks:
         for landed in waits(rank):
             # At one byte a second the seconds are bytes.
-            nbytes += method.background_seconds(landed.fragment)
+            nbytes += method.costs(landed.fragment, Link(gbit_s=1.0)).background
             seconds += sum(ended - began for began, ended in in_background(landed))
     return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
 
