@@ -1,6 +1,7 @@
 """Fits with a real Trainer in real processes, for several test files."""
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,16 @@ def since(version: str) -> pytest.MarkDecorator:
     installed = importlib.import_module(LIGHTNING).__version__
     is_older = TorchVersion(installed) < TorchVersion(version)
     return pytest.mark.skipif(is_older, reason=f"Lightning {installed} is older than {version}")
+
+
+def said_by(*names: str) -> list[str]:
+    """What loggers will have said in this process."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    return said
 
 
 class Batches(IterableDataset):  # type: ignore[type-arg]

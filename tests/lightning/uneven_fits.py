@@ -1,6 +1,5 @@
 """Fits of worker groups whose loaders end at different steps."""
 
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,12 +57,13 @@ def stream(place: Place, batches: int, later: int | None = None) -> Any:
 
 
 def noting(distribution: str, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]) -> Any:
-    """A module that logs over all ranks, notes what happens to it, and has some methods of its own."""
+    """A module that logs over all ranks, draws random numbers, notes what happens, and has methods of its own."""
     base = type(fits.module(distribution, inner, seed))
 
     class Noting(base):  # type: ignore[misc, valid-type]
         def __init__(self) -> None:
             super().__init__()
+            self.net = nn.Sequential(*self.net, nn.Dropout(0.2))
             self.batches: list[tuple[int, int, int]] = []
             self.idle: list[int] = []
             self.validated: list[tuple[int, int]] = []
@@ -80,7 +80,8 @@ def noting(distribution: str, inner: str = "sgd", seed: int = 0, **members: Call
                 self.idle.append(self.trainer.global_step)
 
         def validation_step(self, parts: Any, index: int) -> None:
-            self.log("val", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
+            noisy = parts[0] + torch.randn_like(parts[0])  # as a generative model may draw
+            self.log("val", nn.functional.mse_loss(self.net(noisy), parts[1]), sync_dist=True)
 
         def on_validation_epoch_end(self) -> None:
             if not self.trainer.sanity_checking:
@@ -107,17 +108,6 @@ def gan(distribution: str, seed: int, **members: Callable[..., Any]) -> Any:
     return module
 
 
-class Warned(logging.Handler):
-    """Keeps what the package says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def run_fit(
     rank: int,
     world_size: int,
@@ -131,15 +121,12 @@ def run_fit(
     **trainer_choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank; what must be the same in all ranks is under ``"common"``."""
-    logger, warned = logging.getLogger("lightning_sdiloco.lightning.host"), Warned()
-    logger.addHandler(warned)
-    size = world_size // groups
+    warned, size = fits.said_by("lightning_sdiloco.lightning.host"), world_size // groups
     model = make(distribution, seed=rank)
     strategy = fits.strategy(distribution, worker_groups=groups, **choices)
     common = {"devices": world_size, "max_epochs": 2, "num_sanity_val_steps": 0}
     trainer = fits.trainer(distribution, strategy=strategy, **{**common, **trainer_choices})
     trainer.fit(model, loader((rank // size, rank % size, size)), stream((9, 0, 1), 2), ckpt_path=resume)
-    logger.removeHandler(warned)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     report = strategy.report()
     return {
@@ -156,7 +143,8 @@ def run_fit(
         "outer": strategy.outer_state_dict(),
         "model": {name: p.detach().clone() for name, p in model.named_parameters()},
         "idle": model.idle,
-        "warned": warned.texts,
+        "stepped": trainer.fit_loop.epoch_loop._batches_that_stepped,
+        "warned": list(warned),
         "inspected": inspect(trainer, model),
     }
 
