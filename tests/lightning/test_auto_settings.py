@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from lightning_sdiloco.lightning.options import Measured, Options, choice, measu
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
-from tests.fits import LIGHTNING, SomeBatches, fit, module, strategy, trainer
+from tests.fits import LIGHTNING, SomeBatches, fit, module, trainer
 from tests.lightning.uneven_fits import same
 from tests.ranks import run_processes
-from tests.training import mlp
+from tests.training import inner_optimizer, mlp, train_step
 
 AUTO = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 # So slow that training cannot go on for every round: what is chosen is not the first candidate.
@@ -50,8 +51,9 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
     return choice(names, Settings(**given), mlp(), Topology.simulated(2)[0], Measured(0.05, link))
 
 
-def on_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured numbers, which would be others in every run: the forked ranks inherit it."""
+@pytest.fixture
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured numbers, which would be others in every run: forked ranks inherit them."""
     monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: SLOW)
     monkeypatch.setattr(Options, "step_time", lambda self: 0.05)
 
@@ -89,10 +91,8 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
         assert taken.get("overlap_steps", 0) < 60
 
 
-def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_one_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    on_a_slow_link(monkeypatch)
+@pytest.mark.usefixtures("slow_link")
+def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_one_with_it() -> None:
     slow = chosen(SLOW, *AUTO)
     expected = of_planner(Measured(0.05, SLOW), auto_settings.candidates_among(tuple(AUTO), Settings()))
     assert slow == expected != chosen(Link(10.0), *AUTO)
@@ -100,28 +100,26 @@ def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_o
     def run(rank: int, world_size: int) -> Any:
         return [fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told) for choices in (AUTO, slow)]
 
+    untimed = {"exposed_wait_s": 0, "in_flight_s": 0}
     for auto, explicit in run_processes(run, 2):
         assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow
         assert auto["report"]["landings"] > 2
         assert explicit["inspected"]["measured"] is None
         assert same(auto["model"], explicit["model"])
         assert same(auto["outer"], explicit["outer"])
-        untimed = {"exposed_wait_s": 0, "in_flight_s": 0}
         assert {**auto["report"], **untimed} == {**explicit["report"], **untimed}
 
 
 def test_an_engine_chooses_as_if_from_the_start() -> None:
     def run(change_at: int) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+        optimizer = inner_optimizer("sgd", model)
         wanted = Settings(sync_every=6, overlap_steps=2, fragments="sequential:1")
         start = wanted if change_at == 0 else replace(wanted, sync_every=100, overlap_steps=0, fragments="strided")
         engine = StreamingDiLoCo(model, **vars(start))
         for step in range(1, 20):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
+            train_step(model, optimizer, 0, step)
             engine.step()
             if step == change_at:
                 engine.choose(wanted)
@@ -166,16 +164,15 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(tmp_path
 
 
 @pytest.mark.parametrize("saved_at", [40, 5])
-def test_a_resumed_fit_goes_on_exactly(saved_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("slow_link")
+def test_a_resumed_fit_goes_on_exactly(saved_at: int, tmp_path: Path) -> None:
     """After the choice, which is then taken from the checkpoint, and before it."""
-    on_a_slow_link(monkeypatch)
 
     def play(rank: int, ckpt_path: str | None) -> Any:
         torch.manual_seed(rank)
         saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=saved_at, save_top_k=-1)
-        more = {"max_epochs": 60 // saved_at if saved_at == 5 else 2, "callbacks": [saving]}
-        runner = trainer(strategy=StreamingDiLoCoStrategy(**AUTO), devices=2, enable_checkpointing=True, **more)
-        model = module(seed=rank)
+        more = {"max_steps": 60, "max_epochs": -1, "callbacks": [saving], "enable_checkpointing": True}
+        runner, model = trainer(strategy=StreamingDiLoCoStrategy(**AUTO), devices=2, **more), module(seed=rank)
         runner.fit(model, SomeBatches(rank, saved_at), ckpt_path=ckpt_path)
         return told(runner, model), {name: p.detach().clone() for name, p in model.net.named_parameters()}
 
@@ -197,13 +194,9 @@ def test_a_resumed_fit_goes_on_exactly(saved_at: int, tmp_path: Path, monkeypatc
 
 def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     written: list[tuple[dict[str, float], int]] = []
-
-    class Logger:
-        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-            written.append((metrics, step))
-
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: written.append((metrics, step)))
     with caplog.at_level(logging.WARNING):
-        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [Logger()], 8)
+        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [logger], 8)
     assert "Chosen: sync_every=50, overlap_steps=5, fragments='strided:3'" in caplog.text
     assert "an inner step takes 0.25 s, the link carries 5 kbit/s with a round trip of 50 ms" in caplog.text
     ((metrics, step),) = written
@@ -231,11 +224,6 @@ def test_auto_is_refused_where_it_means_nothing() -> None:
     run_processes(in_one_rank_alone, 2)
 
 
-def test_two_shots_whose_links_are_to_be_measured_keep_their_backend() -> None:
-    asked = strategy(exchange=TwoShot(backend="nccl"))
-    assert kind_and_backend(asked._options.settings.exchange) == ("two_shot", "nccl")
-
-
 def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def skewed(topology: Topology, timeout: float, to: int) -> Link:
         found = measure_link(topology, timeout, to)
@@ -248,6 +236,8 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pyt
     exchanges = [rank["inspected"]["settings"]["exchange"] for rank in trained]
     assert exchanges == [TwoShot(links=(2.0, 2.0, 1.0))] * 3
     assert same(trained[0]["outer"], trained[2]["outer"])
-    options = StreamingDiLoCoStrategy(3, **choices)._options
+    # Until they are measured, and from a checkpoint, they have the backend that was asked for.
+    options = StreamingDiLoCoStrategy(3, **{**choices, "exchange": TwoShot(backend="nccl")})._options
+    assert kind_and_backend(options.settings.exchange) == ("two_shot", "nccl")
     options.restore({"exchange": repr(TwoShot(links=(2.0, 1.0)))})
-    assert (options.settings.exchange, options.auto) == (TwoShot(links=(2.0, 1.0)), ())
+    assert (options.settings.exchange, options.auto) == (TwoShot(links=(2.0, 1.0), backend="nccl"), ())

@@ -7,55 +7,46 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_sdiloco.lightning.host import ddp
 from tests import fits
-from tests.fits import LIGHTNING, play
+from tests.fits import LIGHTNING, SomeBatches, play
 
 pl = importlib.import_module(LIGHTNING)
 SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "fragments": [["*"]], "compression": "fp32"}
 
 
-class Net(pl.LightningModule):  # type: ignore[misc, name-defined]
-    """Notes in every step whether gradients of the batch before are there."""
+def made(automatic: bool = True, width: int = 0, **members: Any) -> Any:
+    """A module that notes in every step whether gradients of the batch before are there."""
 
-    def __init__(self, width: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        sizes = ((8, width), (width, width), (width, 4)) if width else ((8, 4),)
-        self.layer = nn.Sequential(*(nn.Linear(*size) for size in sizes))
-        self.rate = 1e-6 if width else 0.1
-        self.kept: list[bool] = []
-
-    def training_step(self, batch: Any) -> Any:
+    def training_step(self: Any, parts: Any, index: int) -> Any:
         self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
-        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=self.rate)
-
-
-class Zeroing(Net):
-    def optimizer_zero_grad(self, *args: Any) -> None:
-        super().optimizer_zero_grad(*args)
-
-
-class Stepping(Net):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-
-
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any) -> None:
-        optimizer, loss = self.optimizers(), super().training_step(batch)
+        loss = self.loss(parts)
+        if automatic:
+            return loss
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
-        optimizer.step()
+        return optimizer.step()
+
+    torch.manual_seed(0)
+    sizes = ((5, width), (width, width), (width, 3)) if width else ((5, 3),)
+    net = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+    module = fits.module(net=net, training_step=training_step, **members)
+    module.automatic_optimization, module.kept = automatic, []
+    return module
+
+
+def zeroing(self: Any, *args: Any) -> None:
+    args[-1].zero_grad()
+
+
+def stepping(self: Any, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
+    optimizer.step(closure=closure)
+
+
+def slowly(self: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
 class Looking(pl.Callback):  # type: ignore[misc, name-defined]
@@ -65,27 +56,26 @@ class Looking(pl.Callback):  # type: ignore[misc, name-defined]
 def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    late, of_the_net, default = [False] + [True] * 5, 4 * (8 * 4 + 4), ddp._LEAST_BYTES  # late as in Lightning
+    late, of_the_net, default = [False] + [True] * 5, 4 * (5 * 3 + 3), ddp._LEAST_BYTES  # late as in Lightning
+    zeroed = partial(made, optimizer_zero_grad=zeroing)
     cases: dict[str, tuple[Any, int, dict[str, Any], list[bool]]] = {
-        "large enough": (Net, of_the_net, {}, [False] * 6),
-        "too small": (Net, of_the_net + 1, {}, late),
-        "accumulated": (Net, 1, {"accumulate_grad_batches": 2}, [False, True] * 3),
-        "zeroing": (Zeroing, 1, {}, late),
-        "zeroing, accumulated": (Zeroing, 1, {"accumulate_grad_batches": 2}, late),
-        "stepping": (Stepping, 1, {}, late),
-        "manual": (Manual, 1, {}, late),
-        "looking": (Net, 1, {"callbacks": [Looking()]}, late),
-        "small": (Net, default, {}, late),
-        "67 MB": (partial(Net, 4096), default, {}, [False] * 6),
+        "large enough": (made, of_the_net, {}, [False] * 6),
+        "too small": (made, of_the_net + 1, {}, late),
+        "accumulated": (made, 1, {"accumulate_grad_batches": 2}, [False, True] * 3),
+        "zeroing": (zeroed, 1, {}, late),
+        "zeroing, accumulated": (zeroed, 1, {"accumulate_grad_batches": 2}, late),
+        "stepping": (partial(made, optimizer_step=stepping), 1, {}, late),
+        "manual": (partial(made, automatic=False), 1, {}, late),
+        "looking": (made, 1, {"callbacks": [Looking()]}, late),
+        "67 MB": (partial(made, width=4096, configure_optimizers=slowly), default, {}, [False] * 6),
     }
 
     def fit(rank: int, world_size: int, case: str) -> tuple[list[bool], list[Tensor]]:
         make, least, choices, _ = cases[case]
         monkeypatch.setattr(ddp, "_LEAST_BYTES", least)
-        model, generator = make(), torch.Generator().manual_seed(1)
-        batches = [(torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)) for _ in range(6)]
+        model = make()
         trainer = fits.trainer(strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices)
-        trainer.fit(model, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        trainer.fit(model, SomeBatches(0, 6))
         return model.kept, [] if case == "67 MB" else [parameter.detach() for parameter in model.parameters()]
 
     found = {case: ranks[0] for case, ranks in play(1, {case: partial(fit, case=case) for case in cases}).items()}

@@ -1,7 +1,6 @@
 """How processes are started and how they end, and what follows in the same ones: further fits, other groups."""
 
 import contextlib
-import importlib
 import os
 import random
 import re
@@ -230,9 +229,8 @@ def test_however_a_training_ends_no_process_is_left(start_method: str, end: str,
 @pytest.mark.parametrize(
     ("start_method", "program", "told"),
     [
-        ("popen", "store", "is taken by another training"),
-        ("fork", "http", "answers, but is no torch TCPStore"),
         ("fabric", "store", "is taken by another training"),
+        ("fork", "http", "answers, but is no torch TCPStore"),
     ],
 )
 def test_a_port_that_is_taken_is_named_and_ends_all_processes(
@@ -248,18 +246,6 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(
         assert re.search(text, output), output
 
 
-def test_a_rank_started_by_hand_names_a_program_that_is_no_store_at_once() -> None:
-    def run(rank: int, world_size: int, port: int) -> str:
-        os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": "1"}
-        with pytest.raises(ValueError, match="Rank 1 on .* no torch TCPStore") as error:
-            fits.fit(1, 2, 2, 3, SHORT, trainer_choices={"devices": 2})
-        return str(error.value)
-
-    with listening("http") as port:
-        (text,) = run_processes(run, 1, port, timeout=30)
-    assert f"127.0.0.1:{port} answers" in text
-
-
 # Environments that say how many processes there are
 
 
@@ -269,28 +255,28 @@ def test_a_rank_started_by_hand_names_a_program_that_is_no_store_at_once() -> No
 def test_groups_are_made_of_the_processes_that_an_environment_knows(
     distribution: str, groups: Any, ranks_per_node: int
 ) -> None:
-    world_size = 4 if distribution == "sharded" else 2
-
-    def run(rank: int, world_size: int, **choices: Any) -> Any:
+    def run(rank: int, world_size: int, knows: bool) -> Any:
+        known = {
+            "devices": "auto",
+            "plugins": [fits.environment_that_knows(distribution.replace("sharded", LIGHTNING))],
+        }
+        choices = known if knows else {}
         if distribution == "sharded":
             return sharded.fit(rank, world_size, groups, (2, 1), 6, trainer_choices=choices, fragments="strided:1")
 
-        def inspect(trainer: Any, module: Any) -> None:
-            if choices:
-                assert trainer.strategy.launcher.procs == []
-                assert (trainer.world_size, trainer.global_rank) == (2, rank)
-                assert trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank}
-                assert trainer.strategy.topology.num_groups == (1 if groups == 1 else 2)
+        def inspect(trainer: Any, module: Any) -> Any:
+            numbers = trainer.world_size, trainer.global_rank, trainer.strategy.topology.num_groups
+            return numbers, trainer.strategy.distributed_sampler_kwargs, getattr(trainer.strategy.launcher, "procs", [])
 
-        given = {"inspect": inspect, "trainer_choices": choices}
-        return fits.fit(rank, world_size, 2, 6, {**SHORT, "worker_groups": groups}, distribution, **given)
+        given = {**SHORT, "worker_groups": groups}
+        return fits.fit(rank, world_size, 2, 6, given, distribution, inspect=inspect, trainer_choices=choices)
 
-    def knowing(rank: int, world_size: int) -> Any:
-        known = fits.environment_that_knows(OTHER if distribution == OTHER else LIGHTNING)
-        return run(rank, world_size, devices="auto", plugins=[known])
-
-    ranks = run_processes(knowing, world_size, ranks_per_node=ranks_per_node)
-    assert all(same(trained["outer"], ranks[0]["outer"]) for trained in (*ranks, *run_processes(run, world_size)))
+    world_size = 4 if distribution == "sharded" else 2
+    ranks = run_processes(run, world_size, True, ranks_per_node=ranks_per_node)
+    assert all(same(own["outer"], ranks[0]["outer"]) for own in (*ranks, *run_processes(run, world_size, False)))
+    if distribution != "sharded":
+        expected = [((2, rank, 1 if groups == 1 else 2), {"num_replicas": 2, "rank": rank}, []) for rank in range(2)]
+        assert [own["inspected"] for own in ranks] == expected
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
@@ -300,7 +286,7 @@ OF_THREE = {"WORLD_SIZE": "3", "RANK": "0"}
 
 
 def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches = DataLoader(fits.Batches(0, 0, 1), batch_size=None)
+    batches = fits.SomeBatches(0, 2)
     three: dict[str, Any] = {"devices": "auto", "plugins": [fits.environment_that_knows()]}
     nodes = "Knows says that there are 3 processes, which do not fill num_nodes=2 nodes equally"
     for known, groups, given, message in (
@@ -317,9 +303,8 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
                 fits.trainer(strategy=fits.strategy(worker_groups=groups), **given).fit(fits.module(), batches)
 
     def run(rank: int, world_size: int) -> None:
-        trainer = fits.trainer(strategy=fits.strategy(), devices=1)
         with pytest.raises(ValueError, match="2 processes are connected, .* and the worker groups are made for 1"):
-            trainer.fit(fits.module(), batches)
+            fits.trainer(strategy=fits.strategy(), devices=1).fit(fits.module(), batches)
 
     run_ranks(run, 2)
 
@@ -327,48 +312,48 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
 # Further fits in the same processes
 
 
-def fit(rank: int, world_size: int, model: Any, groups: int = 2) -> Any:
-    """Fits a model with a new Trainer, and returns that."""
-    size = world_size // groups
-    strategy = fits.strategy(**SHORT, worker_groups=groups)
-    trainer = fits.trainer(strategy=strategy, devices=world_size, max_epochs=1, limit_train_batches=7)
-    trainer.fit(model, DataLoader(fits.Batches(rank // size, rank % size, size), batch_size=None))
-    return trainer
-
-
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
     """Other numbers of groups, another model, and a model that was trained before; the last Trainer fits longer."""
-    numbers = (2, 4, 1, 2)
+    numbers, started = (2, 4, 1, 2), []
 
-    class Look(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
-        def on_train_start(self, trainer: Any, module: Any) -> None:
-            self.started = {name: p.detach().clone() for name, p in module.named_parameters()}
+    def made(number: int) -> Any:
+        torch.manual_seed(7)
+        net = nn.Linear(5, 3) if number == 2 else None
+        return fits.module(inner="adamw", net=net, on_train_start=lambda self: started.append(held_by(self)))
 
-    def of(number: int) -> nn.Module | None:
-        return nn.Linear(5, 3) if number == 2 else None
+    def held_by(model: Any) -> dict[str, Tensor]:
+        return {name: values.clone() for name, values in model.state_dict().items()}
+
+    def loader(rank: int, groups: int) -> Any:
+        size = 4 // groups
+        return DataLoader(fits.Batches(rank // size, rank % size, size), batch_size=None)
+
+    def fit(rank: int, model: Any, groups: int) -> Any:
+        """Fits with a new Trainer, and returns that."""
+        strategy = fits.strategy(**SHORT, worker_groups=groups)
+        trainer = fits.trainer(strategy=strategy, devices=4, max_epochs=1, limit_train_batches=7)
+        trainer.fit(model, loader(rank, groups))
+        return trainer
 
     def run(rank: int, world_size: int) -> Any:
-        models, fitted, look = [], [], Look()
-        for number, groups in enumerate(numbers):
-            torch.manual_seed(7)
-            models.append(models[0] if number == 3 else fits.module(inner="adamw", net=of(number)))
-            held = {name: values.clone() for name, values in models[-1].state_dict().items()}
-            trainer = fit(rank, world_size, models[-1], groups)
-            assert trainer.strategy.topology.num_groups == groups
+        models, fitted = [made(0), made(1), made(2)], []
+        for groups, model in zip(numbers, [*models, models[0]], strict=True):
+            held = held_by(model)
+            trainer = fit(rank, model, groups)
             fitted.append((held, trainer.strategy.outer_state_dict()))
-        trainer.callbacks.append(look)
+            assert trainer.strategy.topology.num_groups == groups
         trainer.fit_loop.max_epochs = 3
-        trainer.fit(models[-1], DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
+        trainer.fit(models[0], loader(rank, 2))
         report = trainer.strategy.report()
-        assert same(look.started, fitted[-1][1])
+        assert same(started[-1], fitted[-1][1])
         assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)
         assert report["launches"] == report["landings"] > 0
         return [*fitted, (None, trainer.strategy.outer_state_dict())]
 
     def alone(rank: int, world_size: int, number: int, held: list[dict[str, Tensor]]) -> Any:
-        model = fits.module(inner="adamw", net=of(number))
+        model = made(number)
         model.load_state_dict(held[rank])
-        return fit(rank, world_size, model, numbers[number]).strategy.outer_state_dict()
+        return fit(rank, model, numbers[number]).strategy.outer_state_dict()
 
     *fitted, longer = zip(*run_processes(run, 4), strict=True)
     for number, ranks in enumerate(fitted):

@@ -1,5 +1,6 @@
 """The strategy from a YAML file and from the command line of a LightningCLI, in a script that does not import us."""
 
+import inspect
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_sdiloco import StreamingDiLoCoModelParallelStrategy, StreamingDiLoCoStrategy
 from tests.scripts import run_script
 
 SCRIPT = """
@@ -120,49 +122,23 @@ def test_compressions_and_schedules_come_by_their_class_paths_and_arguments_over
         assert words in str(refused.value)
 
 
-DEFAULTS: dict[str, Any] = {
-    "worker_groups": "auto",
-    "sync_every": 100,
-    "overlap_steps": 5,
-    "mixing": "auto",
-    "fragments": "strided",
-    "compression": "fp4",
-    "outer_lr": "auto",
-    "outer_momentum": "auto",
-    "evaluate": "outer",
-    "federation": None,
-    "outer_optimizer": None,
-    "exchange": "auto",
-    "resume": "exact",
-    "warmup_steps": 0,
-    "schedule": None,
-    "weighing": None,
-    "route": None,
-    "timeout": "0:30:00",
-}
-OF_LIGHTNING = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-
-
 def test_print_config_and_help_show_every_argument_and_nothing_else(tmp_path: Path) -> None:
     def printed(**given: Any) -> dict[str, Any]:
         config: dict[str, Any] = yaml.safe_load(run(tmp_path, "--print_config", **given))
         return dict(config["trainer"]["strategy"]["init_args"])
 
-    of_ddp = {"start_method": "popen", "ddp_kwargs": None, "process_group_backend": None}
-    assert printed() == {**DEFAULTS, **of_ddp, **dict.fromkeys(OF_LIGHTNING)}
-    sharded = {"data_parallel_size": "auto", "tensor_parallel_size": "auto", "save_distributed_checkpoint": True}
-    arguments = printed(sharded=True)
-    assert arguments == {**DEFAULTS, **sharded, "process_group_backend": None}
-    assert list(arguments) == [*DEFAULTS, *sharded, "process_group_backend"]
+    for kind in (StreamingDiLoCoStrategy, StreamingDiLoCoModelParallelStrategy):
+        defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
+        arguments = printed(sharded=kind is StreamingDiLoCoModelParallelStrategy)
+        assert list(arguments.items()) == list({**defaults, "timeout": "0:30:00"}.items())
     shown = run(tmp_path, f"--trainer.strategy.help={OURS['lightning.pytorch']}")
-    text = " ".join(shown.split())
     for sentence in (
         "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the",
         "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a",
         "How long a fragment may be in flight, and the timeout of Lightning's own process groups.",
         "Arguments for DistributedDataParallel inside a worker group.",
     ):
-        assert sentence in text
+        assert sentence in " ".join(shown.split())
     # Policies and routes by class path.
     chosen: dict[str, Any] = {
         "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},

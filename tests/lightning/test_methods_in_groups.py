@@ -1,6 +1,6 @@
 """Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group share one model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -34,7 +34,7 @@ from tests.lightning.test_checkpoint import saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import run_processes, run_ranks
 from tests.sharded import whole
-from tests.training import batch, inner_optimizer, mlp, train_step
+from tests.training import batch, inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
 CUT = [["0.*", "2.*"], ["4.*", "6.*"]]
@@ -61,21 +61,34 @@ def held_by(model: nn.Module, finish: Callable[[], Any]) -> list[Tensor]:
     return before + [whole(parameter) for parameter in model.parameters()]
 
 
-def in_simulation(make: Any) -> list[Held]:
-    held: list[Held] = [{} for _ in range(GROUPS)]
-    for name, choices in METHODS.items():
-        models = [make(0) for _ in range(GROUPS)]
-        optimizers = [inner_optimizer("sgd", model) for model in models]
-        groups = SimulatedGroups(models, **{**CHOICES, **choices})
-        for step in range(1, STEPS + 1):
-            for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-                train_step(model, optimizer, group, step)
-            groups.step()
-        before = [[whole(parameter) for parameter in model.parameters()] for model in models]
-        groups.finish()
-        for own, model, values in zip(held, models, before, strict=True):
-            own[name] = [*values, *(whole(parameter) for parameter in model.parameters())]
-    return held
+def of_steps(group: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return (batch(group, step) for step in range(1, 2 * STEPS + 1))
+
+
+def simulated(
+    make: Callable[[], nn.Module], inner: str, groups: int, micro_batches: int = 1, paced: bool = False, **choices: Any
+) -> list[list[Tensor]]:
+    """What each group holds before the end and after it, of which one may be idle in every other step."""
+    models = [make() for _ in range(groups)]
+    optimizers = [inner_optimizer(inner, model) for model in models]
+    method, batches = SimulatedGroups(models, **choices), [of_steps(group) for group in range(groups)]
+    for step in range(1, STEPS + 1):
+        idle = {1} if paced and step % 2 else set[int]()
+        for group in set(range(groups)) - idle:
+            optimizers[group].zero_grad()
+            for _ in range(micro_batches):
+                x, y = next(batches[group])
+                (nn.functional.mse_loss(models[group](x), y) / micro_batches).backward()
+            optimizers[group].step()
+        method.step(idle=idle, trained=[micro_batches] * groups)
+    before = [[whole(parameter) for parameter in model.parameters()] for model in models]
+    method.finish()
+    return [[*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)]
+
+
+def in_simulation(make: Callable[[int], nn.Module]) -> list[Held]:
+    every = {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
+    return [{name: groups[group] for name, groups in every.items()} for group in range(GROUPS)]
 
 
 def in_shards(rank: int, world_size: int) -> Held:
@@ -181,13 +194,8 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-def batches(group: int) -> list[tuple[Tensor, Tensor]]:
-    """More of them than there are inner steps, for two micro-batches each."""
-    return fits.SomeBatches(group, 2 * STEPS).batches
-
-
-def fitted(rank: int, world_size: int, name: str, folder: Path) -> dict[str, Tensor]:
-    loader: Any = DataLoader(batches(rank), batch_size=None)  # type: ignore[arg-type]
+def fitted(rank: int, world_size: int, name: str, folder: Path) -> list[Tensor]:
+    loader: Any = DataLoader(list(of_steps(rank)), batch_size=None)  # type: ignore[arg-type]
     more: dict[str, Any] = {}
     if name == "paced":
         loader = Paced(loader, speed=0.5 if rank else 1.0)
@@ -196,31 +204,19 @@ def fitted(rank: int, world_size: int, name: str, folder: Path) -> dict[str, Ten
         more = {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(folder))]}
     strategy = fits.strategy(worker_groups=2, **{**SHARED, **POLICIES[name]})
     trainer = fits.trainer(strategy=strategy, devices=2, max_steps=STEPS, use_distributed_sampler=False, **more)
-    trainer.fit(fits.module(net=net(), inner="adamw"), loader)
-    return {key.removeprefix("net."): values for key, values in strategy.outer_state_dict().items()}
-
-
-def simulated(name: str) -> dict[str, Tensor]:
-    models = [net() for _ in range(2)]
-    optimizers = [inner_optimizer("adamw", model) for model in models]
-    groups = SimulatedGroups(models, **{**SHARED, **POLICIES[name]})
-    every = [iter(batches(group)) for group in range(2)]
-    micro_batches = 2 if name == "drop compute" else 1
-    for step in range(1, STEPS + 1):
-        idle = {1} if name == "paced" and step % 2 else set[int]()
-        for group in {0, 1} - idle:
-            optimizers[group].zero_grad()
-            for x, y in [next(every[group]) for _ in range(micro_batches)]:
-                (nn.functional.mse_loss(models[group](x), y) / micro_batches).backward()
-            optimizers[group].step()
-        groups.step(idle=idle, trained=[micro_batches] * 2)
-    groups.finish()
-    return groups.outer_state_dict()
+    model = fits.module(net=net(), inner="adamw")
+    trainer.fit(model, loader)
+    return [whole(parameter) for parameter in model.parameters()]
 
 
 @pytest.mark.timeout(180)
 def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
     ranks = play(2, {name: partial(fitted, name=name, folder=tmp_path) for name in POLICIES})
-    expected = {name: simulated(name) for name in POLICIES}
-    assert [name for name, every in ranks.items() if any(unequal(outer, expected[name]) for outer in every)] == []
+    wrong = []
+    for name, choices in POLICIES.items():
+        how: dict[str, Any] = {"micro_batches": 2 if name == "drop compute" else 1, "paced": name == "paced"}
+        expected = simulated(net, "adamw", 2, **how, **{**SHARED, **choices})
+        for own, held in zip(ranks[name], expected, strict=True):
+            wrong += [] if all(map(torch.equal, own, held[len(own) :])) else [name]
+    assert wrong == []
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"

@@ -1,9 +1,7 @@
 """Between launches no group waits for another, and decisions on time are made by all at the same inner step."""
 
 import importlib
-import logging
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from torchmetrics import MeanMetric
 
 from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 from tests import fits
-from tests.fits import LIGHTNING, fit
+from tests.fits import LIGHTNING, fit, play, said_by
 from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
@@ -47,9 +45,9 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(distributio
 
     def run(rank: int, world_size: int) -> Any:
         def make(*args: Any, **kwargs: Any) -> Any:
-            members = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
-            model = fits.module(*args, **kwargs, **members)
-            model.started, model.computed, model.logged = {}, MeanMetric(), MeanMetric(dist_sync_on_step=True)
+            hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+            model = fits.module(*args, **kwargs, **hooks, started={})
+            model.computed, model.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
             return model
 
         def inspect(trainer: Any, module: Any) -> Any:
@@ -141,87 +139,64 @@ def of_group(module: Any, tensor: Tensor, index: int) -> Tensor:
     return module.all_gather(tensor, sync_grads=True)  # type: ignore[no-any-return]
 
 
-def noted() -> list[str]:
-    """What the package will have said in this process."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lightning_sdiloco").addHandler(handler)
-    return said
-
-
-def said_of_gathering(
-    rank: int, devices: int, distribution: str, groups: int, gather: Callable[..., Tensor], manual: bool, folder: Path
-) -> list[str]:
-    """What a fit says of waiting in every batch, whose module normalises, measures, logs over all ranks and validates.
-
-    It validates, saves and may stop after every second batch.
-    """
-
-    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        loss = gather(self, self.net(parts[0]), index).square().mean()
-        self.mean.update(loss)
-        self.log("mean", self.mean)
-        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        if manual:
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
-                optimizer.zero_grad()
-        return loss
-
-    def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-        self.log("score", self.net(parts[0]).mean(), sync_dist=True)
-
-    def configure_optimizers(self: Any) -> Any:
-        if not manual:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [torch.optim.SGD(part.parameters(), lr=0.01) for part in (self.net[:3], self.net[3:])]
-
-    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-    members = {"training_step": training_step, "validation_step": validation_step}
-    model = fits.module(distribution, net=net, configure_optimizers=configure_optimizers, **members)
-    model.mean, model.automatic_optimization = MeanMetric(), not manual
-    callbacks = importlib.import_module(distribution).callbacks
-    chosen = [
-        callbacks.ModelCheckpoint(folder, every_n_train_steps=1, monitor="loss"),
-        callbacks.EarlyStopping("score", patience=100),
-    ]
-    strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-    common = {"strategy": strategy, "devices": devices, "callbacks": chosen, "enable_checkpointing": True}
-    length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
-    trainer = fits.trainer(distribution, **common, **length)
-    said, batches = noted(), fits.SomeBatches(rank, 6)
-    trainer.fit(model, batches, batches)
-    assert trainer.global_step == (24 if manual else 12)
-    return [text for text in said if "in a row" in text]
-
-
 def test_a_gather_over_all_ranks_in_every_batch_is_said_once(tmp_path: Path) -> None:
-    """And nothing where batches make no group wait."""
+    """Of a module that normalises, measures and logs over all ranks, in a fit that validates, saves and may stop."""
 
-    def run(rank: int, world_size: int) -> list[list[str]]:
-        cases: list[tuple[str, int, Any, bool]] = [
-            (LIGHTNING, 2, of_world, False),
-            ("pytorch_lightning", 2, of_world, True),
-            (LIGHTNING, 1, of_world, False),
-            (LIGHTNING, 2, now_and_then, False),
-        ]
-        if world_size == 4:
-            cases = [(LIGHTNING, 2, of_group, True)]
-        return [said_of_gathering(rank, world_size, *case, tmp_path) for case in cases]
+    cases: dict[int, dict[str, tuple[str, int, Any, bool]]] = {
+        2: {
+            "of the world": (LIGHTNING, 2, of_world, False),
+            "of the world, manual": ("pytorch_lightning", 2, of_world, True),
+            "of one group": (LIGHTNING, 1, of_world, False),
+            "now and then": (LIGHTNING, 2, now_and_then, False),
+        },
+        4: {"of the group": (LIGHTNING, 2, of_group, True)},
+    }
 
-    first, second = run_processes(run, 2)
-    for (told,) in first[:2]:
-        assert "group=trainer.strategy.topology.in_group.process_group" in told
-        assert "self.all_gather" in told
-    assert (first[2:], second) == ([[], []], [[]] * 4)
-    assert run_processes(run, 4) == [[[]]] * 4
+    def said(rank: int, devices: int, distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
+        def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            loss = gather(self, self.net(parts[0]), index).square().mean()
+            self.mean.update(loss)
+            self.log("mean", self.mean)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            if manual:
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss
+
+        def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("score", self.net(parts[0]).mean(), sync_dist=True)
+
+        net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
+        steps = {"training_step": training_step, "validation_step": validation_step}
+        model = fits.module(distribution, "adamw", net=net, **steps)
+        model.mean, model.automatic_optimization = MeanMetric(), not manual
+        callbacks = importlib.import_module(distribution).callbacks
+        saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
+        strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
+        chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
+        length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+        trainer = fits.trainer(distribution, strategy=strategy, devices=devices, **chosen, **length)
+        said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
+        trainer.fit(model, batches, batches)
+        assert trainer.global_step == 12
+        return [text for text in said if "in a row" in text]
+
+    for devices, of_devices in cases.items():
+        found = play(
+            devices, {name: lambda *place, case=case: said(*place, *case) for name, case in of_devices.items()}
+        )
+        for name, (first, *others) in found.items():
+            assert len(first) == name.startswith("of the world"), name
+            assert others == [[]] * (devices - 1)
+            for text in first:
+                assert "group=trainer.strategy.topology.in_group.process_group" in text
+                assert "self.all_gather" in text
 
 
 def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward() -> None:
     def loop(rank: int, groups: int, in_batches: bool) -> int:
-        said = noted()
+        said = said_by("lightning_sdiloco")
         strategy = StreamingDiLoCoFabricStrategy(groups, sync_every=4, overlap_steps=1, warmup_steps=2)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
         fabric.launch()
