@@ -20,12 +20,9 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import AgreementError
 
-# What the host knows, and what comes from the device with the outer gradient. The device's part is padded so that
-# whatever follows it in a message is aligned.
-_HOST, _DEVICE = struct.Struct("<IIHeI"), struct.Struct("<qdQB7x")
+_CONTROL = struct.Struct("<IIHeIqdQB7x")
 
-HOST_BYTES = _HOST.size
-CONTROL_BYTES = HOST_BYTES + _DEVICE.size
+CONTROL_BYTES = _CONTROL.size
 
 # The largest number of a half-precision float.
 _LONGEST_STEP = 65504.0
@@ -91,9 +88,6 @@ def combined(digests: list[int]) -> int:
 class Control(NamedTuple):
     """The control vector of a rank, or of a group once its ranks are merged.
 
-    It travels in two parts. What the host knows at the launch goes by a route of its own, where it waits for no outer
-    gradient. The rest goes in front of the payload.
-
     Attributes:
         fragment: The fragment that is launched.
         step: The inner step of the launch.
@@ -127,17 +121,15 @@ class Control(NamedTuple):
         return sqrt(self.norm_squared)
 
     def packed(self) -> Tensor:
-        """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, the host's part first."""
-        known = _HOST.pack(*self[:3], min(self.step_time, _LONGEST_STEP), self.weight)
-        return torch.frombuffer(bytearray(known + _DEVICE.pack(*self[4:-1])), dtype=torch.uint8)
+        """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, on the host."""
+        packed = _CONTROL.pack(*self[:3], min(self.step_time, _LONGEST_STEP), *self[3:-1])
+        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
     @staticmethod
-    def unpacked(*parts: Tensor) -> "Control":
-        """Reads a control vector back from its bytes, in one part or several."""
-        packed = b"".join([part.cpu().numpy().tobytes() for part in parts])
-        *known, step_time, weight = _HOST.unpack_from(packed)
-        *computed, finite = _DEVICE.unpack_from(packed, HOST_BYTES)
-        return Control._make([*known, weight, *computed, bool(finite), step_time])
+    def unpacked(packed: Tensor) -> "Control":
+        """Reads a control vector back from its bytes."""
+        fragment, step, requests, step_time, *others, finite = _CONTROL.unpack(packed.numpy().tobytes())
+        return Control._make([fragment, step, requests, *others, bool(finite), step_time])
 
     @staticmethod
     def merged(ranks: Sequence["Control"]) -> "Control":

@@ -29,7 +29,7 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Control, Count, plain, trained
+from lightning_sdiloco.algorithm.weighting import Control, Count, plain, trained
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import STAGES, Topology
@@ -52,10 +52,6 @@ _log = logging.getLogger(__name__)
 
 # The stages of the background, each with a communicator of its own.
 _SEND, _AVERAGE, _STEP = range(3)
-
-_HEAD_BYTES = CONTROL_BYTES - HOST_BYTES
-# What stands for the device's part of a control vector of a group that is no partner.
-_UNKNOWN = Control(0, 0, 0, 0, 0, norm_squared=math.nan, changed=0, finite=True).packed()[HOST_BYTES:]
 
 
 class Synchronizer:
@@ -87,8 +83,7 @@ class Synchronizer:
 
         # Line 7: compress the outer gradient and send it, behind what goes with it.
         began = time.perf_counter()
-        control = self._control(launch, fragment)
-        words: Any = topology.control.post([control[:HOST_BYTES]] * topology.num_groups)
+        words: Any = topology.control.post([self._control(launch, fragment)] * topology.num_groups)
         all_reduce = self._rounded.at(launch.step, launch.choice) if is_round else self._exact
         brought = self._bring(launch, fragment) if launch.leg else None
         values = launch.gradient if brought is None else brought.values
@@ -96,7 +91,7 @@ class Synchronizer:
         # Only one rank of a group sends buffers.
         travelling = launch.travelling if topology.group_rank == 0 else []
         tail = [launch.buffers[index].reshape(-1).view(torch.uint8) for index in travelling]
-        messages: Any = _messages(control[HOST_BYTES:].to(device), encoded.payloads, tail, launch.leg)
+        messages: Any = _messages(encoded.payloads, tail, launch.leg)
         posted_at = time.perf_counter()
         posted: Any = self._exchange.post(messages, [one.numel() for one in messages] if launch.leg else None)
         spans["encode"] = span_from(began, device)
@@ -111,11 +106,8 @@ class Synchronizer:
         (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
         on_link_s = on_link(posted_at, began, arrived[0], arrived[1], spans["encode"][1] - spans["encode"][0])
-        controls = [
-            Control.unpacked(word, message[:_HEAD_BYTES] if message.numel() else _UNKNOWN)
-            for word, message in zip(words, messages, strict=True)
-        ]
-        payloads = [message[_HEAD_BYTES : message.numel() - tail_bytes] for message in messages]
+        controls = [Control.unpacked(word) for word in words]
+        payloads = [message[: message.numel() - tail_bytes] for message in messages]
         self._check(controls, launch)
         count, began = self._count(controls, launch), time.perf_counter()
         # Where groups exchange with some alone, the mean is that of these.
@@ -178,7 +170,7 @@ class Synchronizer:
                 changes |= {"memory": fragment.store(memory), "tuning": fragment.store(tuning)}
             if count.factors and residual is not None:
                 changes["residual"] = fragment.store(residual)
-        weights, changed = [own.weight for own in controls], reduce(or_, [own.changed for own in controls])
+        weights, changed = [own.weight for own in controls], reduce(or_, [controls[g].changed for g in partners])
         return Arrival(changes, rule, gathered, buffers, changed, weights, report, self._exchange.sends_bytes_per_s)
 
     def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
@@ -317,22 +309,16 @@ class Synchronizer:
             )
 
 
-# Messages: the device's part of the control vector, the payload, and the buffers behind it. The words, which the host
-# knows, go ahead over a group of their own.
-
-
-def _messages(head: Tensor, payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
-    """Makes the messages to all groups, one for those that follow each other with the same payload."""
-    messages: list[Tensor] = []
-    for group, payload in enumerate(payloads):
-        if group and payload is payloads[group - 1]:
-            messages.append(messages[-1])
-        else:
-            parts = [head, payload, *tail]
-            whole = new_vector(sum(part.numel() for part in parts), head.device, torch.uint8)
-            messages.append(torch.cat(parts, out=whole))
+def _messages(payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
+    """Makes the messages to all groups, payload and buffers: one for those that share a payload."""
+    messages = {id(one): one for one in payloads}
+    if tail:
+        for one in messages.values():
+            parts = [one, *tail]
+            whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
+            messages[id(one)] = torch.cat(parts, out=whole)
     # Nothing goes to those who are no partners, and nothing comes from them.
-    return [one if not leg or group in leg else head[:0] for group, one in enumerate(messages)]
+    return [messages[id(one)][: 0 if leg and group not in leg else None] for group, one in enumerate(payloads)]
 
 
 # Arithmetic that worker groups which are launched together share with the sites of a federation

@@ -141,8 +141,7 @@ class Landing(NamedTuple):
         landed_at: Inner step after which it landed.
         bytes_received: Bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
-        group_norms: Norm of the outer gradient of each group, before any compression, by group; NaN for a group with
-            which this one did not exchange.
+        group_norms: Norm of the outer gradient of each group, before any compression.
         spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
             ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
             ``relay`` if there is a second hop, and ``outer_step`` in the background.

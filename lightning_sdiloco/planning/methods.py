@@ -14,7 +14,7 @@ from typing import NamedTuple
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.planning.link import Line, Link, require
 from lightning_sdiloco.planning.workload import FLOAT32, Groups, Model
@@ -70,12 +70,12 @@ class Streaming:
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).landing.kept
-        # On a route that does not share, a group sends to its partners whole fragments, and 16 bytes to all: in a round
-        # of pairs to one, and where a group is over that one has a third.
+        # On a route that does not share, a group sends to its partners whole fragments, and its control vector to
+        # all: in a round of pairs to one, and where a group is over that one has a third.
         in_pairs = 1 if groups.groups % 2 == 0 else (groups.groups + 3) / groups.groups
         self._partners = groups.others if settings.shares else in_pairs
         self._connections = self._partners * groups.group_size
-        words = HOST_BYTES * (groups.others - self._partners) * groups.group_size
+        words = CONTROL_BYTES * (groups.others - self._partners) * groups.group_size
         # Parts that suit the links change what each group sends, and not what all of them send together.
         exchange = "two_shot" if isinstance(settings.exchange, TwoShot) else settings.exchange
         in_rounds = exchange if settings.shares else "gather"

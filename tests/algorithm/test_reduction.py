@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, HOST_BYTES, Count
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
 from lightning_sdiloco.comm.exchange import LENGTH_BYTES, DirectExchange
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import (
@@ -326,7 +326,7 @@ def test_what_the_hosts_say_waits_for_no_payload() -> None:
 
     def run(rank: int, world_size: int) -> int:
         topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5))
-        words = topology.control.post([torch.full((HOST_BYTES,), rank, dtype=torch.uint8)] * 2)
+        words = topology.control.post([torch.full((CONTROL_BYTES,), rank, dtype=torch.uint8)] * 2)
         posted = topology.exchange.post([torch.zeros(1 << 20, dtype=torch.uint8)] * 2) if rank == 0 else None
         said = topology.control.collect(words, time.monotonic() + 5)
         dist.barrier()
