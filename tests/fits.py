@@ -135,16 +135,19 @@ def fit(
     inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
     trainer_choices: dict[str, Any] | None = None,
     make: Callable[..., Any] = module,
+    loader: Any = None,
+    validation: Any = None,
+    resume: Any = None,
 ) -> Trained:
     """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
     size = world_size // groups
-    loader = DataLoader(Batches(rank // size, rank % size, size), batch_size=None)
+    endless = DataLoader(Batches(rank // size, rank % size, size), batch_size=None)
     model = make(distribution, inner, seed=rank)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     runner = trainer(
         distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
     )
-    runner.fit(model, loader)
+    runner.fit(model, endless if loader is None else loader, validation, ckpt_path=resume and str(resume))
     return {
         "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
         "model": {name: p.detach().clone() for name, p in model.net.named_parameters()},

@@ -86,20 +86,19 @@ def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_tr
     def stop(trainer: Any) -> None:
         trainer.should_stop = True
 
+    every_landing = partial(fit, every=1, steps=18, overlap_steps=0)
     cases: dict[str, Any] = {
         "plain": partial(run_fit, distribution=distribution),
         "saved": partial(fit, callbacks=[at({n: save(tmp_path / str(n)) for n in (16, STEPS)}, distribution)]),
         "16 of 26": partial(fit, path=tmp_path / "16"),
         "stopped": partial(fit, every=1, steps=1000, callbacks=[at({16: stop}, distribution)]),
-        "whole": partial(
-            fit, every=1, steps=18, overlap_steps=0, callbacks=[at({16: save(tmp_path / "whole")}, distribution)]
-        ),
+        "whole": partial(every_landing, callbacks=[at({16: save(tmp_path / "whole")}, distribution)]),
     }
     # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
     for end in (13, 15, 16):
-        path = tmp_path / f"finished {end}"
-        cases[f"finished {end}"] = partial(fit, steps=end, callbacks=[at({end: save(path)}, distribution)])
-        cases[f"{end}"] = partial(fit, path=path)
+        saves = at({end: save(tmp_path / f"finished {end}")}, distribution)
+        cases[f"finished {end}"] = partial(fit, steps=end, callbacks=[saves])
+        cases[f"{end}"] = partial(fit, path=tmp_path / f"finished {end}")
     ranks = play(2, cases)
     for rank, saved in enumerate(ranks["saved"]):
         assert_same(saved["outer"], ranks["plain"][rank]["outer"])
@@ -114,7 +113,7 @@ def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_tr
         expected = expected_average([*stopped["landed"].values(), stopped["outer"]])
         assert_same(among(stopped["model"], expected), expected)
         assert set(unequal(among(saved["model"], outer), outer)) == outer.keys()
-        assert_same(saved["model"], {**ranks["saved"][0]["model"], **_statistics(saved["model"])})
+        assert_same(saved["model"], ranks["saved"][0]["model"])
         file = torch.load(tmp_path / str(STEPS), weights_only=True)
         assert_same(among(file["state_dict"], outer), among(saved["model"], outer))
         assert_same(among(file["current_model_state"], outer), outer)
@@ -125,122 +124,57 @@ def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_tr
             assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
     # Another number of groups starts from the outer parameters.
     outer = torch.load(tmp_path / "whole", weights_only=True)["current_model_state"]
-    resumed = partial(fit, steps=18, groups=3, overlap_steps=0, path=tmp_path / "whole")
-    for trained in play(3, {"three": resumed})["three"]:
+    for trained in run_processes(partial(every_landing, groups=3, path=tmp_path / "whole"), 3):
         assert_same(outer_of(trained, 16), among(outer, trained["outer"]))
 
 
-def _statistics(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What does not travel: the counter of BatchNorm."""
-    return {name: values for name, values in held.items() if not values.is_floating_point()}
-
-
 def test_averages_of_epochs_are_of_outer_parameters_and_resume(distribution: str, tmp_path: Path) -> None:
-    def fit(rank: int, world_size: int, kind: str, epochs: int = 4, resume: Path | None = None) -> dict[str, Any]:
+    def fit(rank: int, world_size: int, kind: str, epochs: int, resume: Path | None = None) -> dict[str, Any]:
         ends: list[dict[str, Tensor]] = []
 
         class AtEpochs(importlib.import_module(distribution).Callback):  # type: ignore[misc]
             def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-                ends.append(trainer.strategy.outer_state_dict())
+                outer = trainer.strategy.outer_state_dict().items()
+                ends.append({name.removeprefix("net."): values for name, values in outer})
 
         of_epochs = {"update_every_n_steps": 0, "update_starting_at_epoch": 0}
         average = stochastic(distribution) if kind == "stochastic" else averaging(distribution, **of_epochs)
-        folder = tmp_path / f"{kind} {epochs}"
-        saves = [] if resume else saving(distribution, folder, filename="{epoch}")
-        model = fits.module(distribution, "sgd", seed=rank)
-        strategy = fits.strategy(distribution, **CHOICES)
-        trainer = fits.trainer(
-            distribution,
-            strategy=strategy,
-            devices=2,
-            max_epochs=epochs,
-            max_steps=40 if epochs < 0 else -1,
-            callbacks=[AtEpochs(), average, *saves],
-            enable_checkpointing=resume is None,
-        )
-        trainer.fit(model, SomeBatches(rank, 9), ckpt_path=resume and str(resume))
+        saves = [] if resume else saving(distribution, tmp_path / f"{kind} {epochs}", filename="{epoch}")
+        more = {"max_epochs": epochs, "callbacks": [AtEpochs(), average, *saves], "enable_checkpointing": not resume}
+        given: dict[str, Any] = {"trainer_choices": more, "loader": SomeBatches(rank, 9), "resume": resume}
+        trained = fits.fit(rank, 2, 2, 40 if epochs < 0 else -1, CHOICES, distribution, inspect=rate, **given)
         assert not set(vars(average)) & HOOKS, "hooks are put back"
-        held = {name: values.clone() for name, values in model.state_dict().items()}
-        rate = trainer.optimizers[0].param_groups[0]["lr"]
-        return {"model": held, "ends": ends, "outer": strategy.outer_state_dict(), "rate": rate}
+        return {**trained, "ends": ends}
+
+    def rate(trainer: Any, module: Any) -> float:
+        return float(trainer.optimizers[0].param_groups[0]["lr"])
 
     ema, swa = partial(fit, kind="moving"), partial(fit, kind="stochastic")
-    ranks = play(
-        2,
-        {
-            "moving": ema,
-            "moving, resumed": partial(ema, resume=tmp_path / "moving 4" / "epoch=1.ckpt"),
-            "finished": partial(ema, epochs=2),
-            "moving, continued": partial(ema, resume=tmp_path / "moving 2" / "epoch=1.ckpt"),
-            "stochastic": partial(swa, epochs=5),
-            "stochastic, resumed": partial(swa, epochs=5, resume=tmp_path / "stochastic 5" / "epoch=3.ckpt"),
-            "endless": partial(swa, epochs=-1),
-        },
-    )
+    cases: dict[str, Any] = {
+        "moving": partial(ema, epochs=4),
+        "moving, resumed": partial(ema, epochs=4, resume=tmp_path / "moving 4" / "epoch=1.ckpt"),
+        "finished": partial(ema, epochs=2),
+        "moving, continued": partial(ema, epochs=4, resume=tmp_path / "moving 2" / "epoch=1.ckpt"),
+        "stochastic": partial(swa, epochs=5),
+        "stochastic, resumed": partial(swa, epochs=5, resume=tmp_path / "stochastic 5" / "epoch=3.ckpt"),
+        "endless": partial(swa, epochs=-1),
+    }
+    ranks = play(2, cases)
     for rank in range(2):
         for case in ("moving, resumed", "moving, continued", "stochastic, resumed"):
-            plain = ranks[case.partition(",")[0]]
-            assert_same(ranks[case][rank]["model"], plain[rank]["model"])
-            assert_same(ranks[case][rank]["outer"], plain[rank]["outer"])
+            plain = ranks[case.partition(",")[0]][rank]
+            assert_same(ranks[case][rank]["model"], plain["model"])
+            assert_same(ranks[case][rank]["outer"], plain["outer"])
+        moving, swa_end, endless = (ranks[case][rank] for case in ("moving", "stochastic", "endless"))
         for case in ("moving", "stochastic", "endless"):
             assert_same(ranks[case][rank]["model"], ranks[case][0]["model"])
-        moving, swa_end = ranks["moving"][rank], ranks["stochastic"][rank]
         assert_same(moving["model"], expected_average(moving["ends"]))
-        assert swa_end["rate"] != 0.05, "the callback's own schedule"
+        assert swa_end["inspected"] != 0.05, "the callback's own schedule"
         for name, values in swa_end["model"].items():
-            first, second, third = (swa_end["ends"][epoch][name] for epoch in (1, 2, 3))
-            assert torch.allclose(values, (first + second + third) / 3, atol=1e-6)
+            mean = sum(swa_end["ends"][epoch][name] for epoch in (1, 2, 3)) / 3
+            assert torch.allclose(values, mean, atol=1e-6)
             assert not torch.allclose(values, swa_end["outer"][name], atol=1e-4)
-        endless = ranks["endless"][rank]
         assert set(unequal(endless["model"], endless["outer"])) == endless["outer"].keys()
-
-
-def validated(distribution: str, rank: int, dtype: torch.dtype = torch.float32) -> Any:
-    """A module that keeps what it holds in each validation."""
-    torch.manual_seed(rank)
-    model = fits.module(distribution, seed=rank)
-
-    class Validated(type(model)):  # type: ignore[misc]
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            return super().training_step(tuple(part.to(dtype) for part in parts), index)
-
-        def validation_step(self, parts: Any, index: int) -> None:
-            self.seen.append({name: values.clone() for name, values in self.state_dict().items()})
-            self.log(
-                "val_loss", nn.functional.mse_loss(self.net(parts[0].to(dtype)), parts[1].to(dtype)), sync_dist=True
-            )
-
-    model.__class__, model.seen = Validated, []
-    return model
-
-
-def test_validation_sees_the_average_and_agrees_with_the_checkpoint(distribution: str, tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> Any:
-        model, average = validated(distribution, rank), averaging(distribution)
-        recorded = recorder(distribution, average)
-        (save,) = saving(distribution, tmp_path, monitor="val_loss")
-        trainer = fits.trainer(
-            distribution,
-            strategy=fits.strategy(distribution, **{**CHOICES, "worker_groups": 2}),
-            devices=4,
-            max_steps=20,
-            val_check_interval=5,
-            callbacks=[recorded, average, save],
-            enable_checkpointing=True,
-        )
-        trainer.fit(model, SomeBatches(rank, 30), SomeBatches(rank, 1))
-        shown, last = list(model.seen), float(trainer.callback_metrics["val_loss"])
-        after = trainer.validate(model, SomeBatches(rank, 1), verbose=False)[0]["val_loss"]
-        return shown, last, after, save.best_model_path, recorded.averages[15], model.seen[-1]
-
-    ranks = run_processes(run, 4)
-    shown, last, _, best, at_15, held = ranks[0]
-    for its, *numbers, its_best, _, _ in ranks:
-        assert numbers == [last, last]
-        assert its_best == best
-        assert [unequal(one, other) for one, other in zip(its, shown, strict=True)] == [[]] * 5
-    assert_same(shown[3], {name.removeprefix("module."): v for name, v in at_15.items() if name[0] == "m"})
-    assert_same(torch.load(tmp_path / "step=20.ckpt", weights_only=True)["state_dict"], held)
 
 
 class Counting(nn.Linear):
@@ -257,13 +191,6 @@ class Counting(nn.Linear):
 
 
 def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the_rank(tmp_path: Path) -> None:
-    def in_precision(rank: int, world_size: int, precision: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        model = validated(LIGHTNING, rank, dtype)
-        chosen: dict[str, Any] = {"max_steps": 15, "precision": precision, "callbacks": [averaging()]}
-        trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, val_check_interval=5, **chosen)
-        trainer.fit(model, SomeBatches(rank, 30), SomeBatches(rank, 1))
-        return dict(model.state_dict())
-
     def twice(rank: int, world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The average of the second of two fits, and what it should be."""
         average, model = averaging(), fits.module(seed=rank)
@@ -277,23 +204,24 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the
 
     def counted(rank: int, world_size: int, callbacks: tuple[Any, ...] = (), path: Path | None = None) -> int:
         torch.manual_seed(0)
-        model = fits.module(net=Counting(rank))
         # The only update is wanted before the checkpoint.
         average = averaging(update_every_n_steps=100, update_starting_at_step=5)
         average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5
-        strategy = fits.strategy(**CHOICES)
-        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=20, callbacks=[average, *callbacks])
-        trainer.fit(model, SomeBatches(rank, 30), ckpt_path=path and str(path))
-        return int(model.net.count)
+        given: dict[str, Any] = {"trainer_choices": {"callbacks": [average, *callbacks]}, "resume": path}
+        given |= {"make": lambda *args, **kwargs: fits.module(net=Counting(rank)), "loader": SomeBatches(rank, 30)}
+        trained = fits.fit(rank, 2, 2, 20, CHOICES, inspect=lambda trainer, module: int(module.net.count), **given)
+        return int(trained["inspected"])
 
-    precisions = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "bf16-mixed": torch.float32}
-    cases: dict[str, Any] = {p: partial(in_precision, precision=p, dtype=dtype) for p, dtype in precisions.items()}
+    precisions = ("64-true", "bf16-true", "bf16-mixed")
+    cases: dict[str, Any] = {
+        p: partial(run_fit, steps=15, callbacks=[averaging()], trainer_choices={"precision": p}) for p in precisions
+    }
     cases["twice"] = twice
     cases["counted"] = partial(counted, callbacks=[at({18: save(tmp_path / "18")})])
     cases["counted, resumed"] = partial(counted, path=tmp_path / "18")
     ranks = play(2, cases)
     for precision in precisions:
-        assert_same(*ranks[precision])
+        assert_same(*(rank["model"] for rank in ranks[precision]))
     for second, expected in ranks["twice"]:
         assert_same(second, expected)
     assert ranks["counted"][0] != ranks["counted"][1]

@@ -46,18 +46,15 @@ def prepared(distribution: str, of_shards: bool = False) -> Any:
     return trainer
 
 
-def looked_at(entry: HostName, distribution: str) -> tuple[list[Any], Any]:
-    """The objects that have a name, and a call that looks for it."""
-    if entry.place == "LightningCLI":
-        cli = importlib.import_module(f"{distribution}.cli").LightningCLI
-        return [cli], lambda: patching.check_without_trainer(cli)
-    if entry.place == FABRIC:
+def look(place: str, distribution: str) -> None:
+    """Looks for the names of a place, and others."""
+    if place == "LightningCLI":
+        patching.check_without_trainer(importlib.import_module(f"{distribution}.cli").LightningCLI)
+    elif place == FABRIC:
         fabric = "lightning.fabric" if distribution == LIGHTNING else "lightning_fabric"
-        ddp = importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy()
-        return [ddp], lambda: patching.check_without_trainer(ddp, FABRIC)
-    trainer = prepared(distribution, entry.place == "ModelParallelStrategy")
-    hosts = [host for host in patching._hosts(entry.place, trainer) if host is not None]
-    return hosts, lambda: patching.check_names(trainer)
+        patching.check_without_trainer(importlib.import_module(f"{fabric}.strategies.ddp").DDPStrategy(), FABRIC)
+    else:
+        patching.check_names(prepared(distribution, of_shards=place == "ModelParallelStrategy"))
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,18 +62,6 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     said = [record.getMessage() for record in caplog.records if record.name == patching.__name__]
     caplog.clear()
     return said
-
-
-def take_away(patch: pytest.MonkeyPatch, host: Any, entry: HostName) -> None:
-    """Lets an object look as if Lightning had renamed what the entry speaks of."""
-    kinds = [kind for kind in getattr(host, "__mro__", type(host).__mro__) if patching._is_of_lightning(kind)]
-    if entry.use == "set":
-        public = entry.name.removeprefix("_")
-        patch.setattr(next(kind for kind in kinds if public in vars(kind)), public, None)
-        return
-    for place in (*kinds, host):
-        if entry.name in vars(place):
-            patch.delattr(place, entry.name)
 
 
 class Timer(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
@@ -90,27 +75,28 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
     with monkeypatch.context() as patch:
         patch.setattr(prepared(distribution), "callbacks", [*prepared(distribution).callbacks, Timer()])
         patching.check_names(prepared(distribution))
-    patching.check_names(prepared(distribution, of_shards=True))
+    places = {entry.place for entry in REGISTER if entry.is_expected_in(VERSION)}
+    for place in places:
+        look(place, distribution)
     assert warnings_of(caplog) == [], "nothing is missing here"
-    for entry in REGISTER:
-        hosts, check = looked_at(entry, distribution)
-        if not entry.is_expected_in(VERSION):
-            check()
-            assert warnings_of(caplog) == []
-            continue
-        assert hosts, f"there is no object to look at for {entry}"
-        told = f"without {entry} {entry.without}"
+    # Of our own classes a name does not count.
+    monkeypatch.setattr(type(prepared(distribution).strategy), "_gone", None, raising=False)
+    for place in places:
         with monkeypatch.context() as patch:
-            for host in hosts:
-                take_away(patch, host, entry)
-            if entry.optional:
-                check()
-                assert [told in warning for warning in warnings_of(caplog)] == [True]
-            else:
-                with pytest.raises(ValueError, match=re.escape(told)) as refusal:
-                    check()
-                assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
-                caplog.clear()
+            gone = HostName(place, "_gone", "used", "nothing works")
+            patch.setattr(patching, "REGISTER", (*REGISTER, gone))
+            with pytest.raises(ValueError, match=re.escape(f"without {gone} nothing works")) as refusal:
+                look(place, distribution)
+            assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
+    # What is set is there, and has to be seen.
+    for entry in (entry for entry in REGISTER if entry.use == "set"):
+        public, trainer = entry.name.removeprefix("_"), prepared(distribution, entry.place == "ModelParallelStrategy")
+        host = trainer.lightning_module if "module" in entry.place else trainer.strategy
+        kinds = [kind for kind in type(host).__mro__ if patching._is_of_lightning(kind) and public in vars(kind)]
+        with monkeypatch.context() as patch:
+            patch.setattr(kinds[0], public, None)
+            with pytest.raises(ValueError, match=re.escape(f"without {entry} {entry.without}")):
+                look(entry.place, distribution)
 
 
 def test_every_fit_looks_for_the_names(caplog: pytest.LogCaptureFixture) -> None:

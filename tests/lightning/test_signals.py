@@ -2,11 +2,10 @@
 
 import importlib
 import itertools
-import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,57 +15,31 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_sdiloco.lightning import monitor
-from lightning_sdiloco.lightning.fit_state import Request, Requests, Signals
+from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits
-from tests.fits import LIGHTNING
-from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, assert_same, traced
+from tests.fits import LIGHTNING, said_by
+from tests.lightning.test_checkpoint import CHOICES, assert_same, traced, unequal
+from tests.lightning.uneven_fits import Announced
 from tests.ranks import run_processes
-from tests.training import batch
 
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
 SIGNALLED, ENDED = 14, 19
 
 
-class Epochs(StatefulBatches):
-    """A loader that can be taken up again in the middle, and starts anew after its end."""
-
-    def __init__(self, group: int, shard: int, shards: int, length: int) -> None:
-        super().__init__(group, shard, shards, length)
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        if self.step == self.length:
-            self.step, self.epoch = 0, self.epoch + 1
-        group, shard, shards = self.place
-        while self.step < self.length:
-            self.step += 1
-            x, y = batch(group, self.step + self.epoch * self.length)
-            yield x.chunk(shards)[shard], y.chunk(shards)[shard]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step, "epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step, self.epoch = state["step"], state["epoch"]
-
-
 Signalled = dict[tuple[int, str, int], list[int]]
 """Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 
 
-def listening(distribution: str, rank: int, signalled: Signalled, said: list[str]) -> Any:
+def listening(distribution: str, rank: int, signalled: Signalled) -> Any:
     """A traced module that sends its own process signals, and notes what happens between steps."""
     base = type(traced(distribution, rank))
 
     class Listening(base):  # type: ignore[misc, valid-type]
-        trace: dict[int, Any]
-
         def signal(self, hook: str, step: int, said_of_it: str = "") -> None:
-            said.extend([f"{said_of_it} after step {step}"] if said_of_it else [])
+            self.said.extend([f"{said_of_it} after step {step}"] if said_of_it else [])
             for number in signalled.get((rank, hook, step), ()):
                 os.kill(os.getpid(), number)
 
@@ -75,11 +48,11 @@ def listening(distribution: str, rank: int, signalled: Signalled, said: list[str
             stepped = self.trainer.fit_loop.epoch_loop._batches_that_stepped
             self.trace[self.trainer.global_step]["batches that stepped"] = torch.tensor(stepped)
 
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        def training_step(self, parts: Any, index: int) -> Any:
             self.signal("training_step", self.trainer.global_step + 1)
             return super().training_step(parts, index)
 
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        def validation_step(self, parts: Any, index: int) -> None:
             self.signal("validation_step", self.trainer.global_step, f"validation batch {index}")
 
         def on_train_epoch_end(self) -> None:
@@ -92,7 +65,7 @@ def listening(distribution: str, rank: int, signalled: Signalled, said: list[str
             self.signal("on_train_end", self.trainer.global_step)
 
     model = Listening()
-    model.trace = {}
+    model.trace, model.said = {}, []
     return model
 
 
@@ -106,58 +79,52 @@ def run(
     length: int = 100,
     validates: bool = False,
     saves: dict[str, Any] | None = None,
+    enable_checkpointing: bool = True,
     **choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank of two groups, and returns what happened."""
-    size, said = world_size // 2, []
-    model = listening(distribution, rank, signalled, said)
+    size, model = world_size // 2, listening(distribution, rank, signalled)
     saver = importlib.import_module(distribution).callbacks.ModelCheckpoint
     how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
-    checkpoints = choices.pop("enable_checkpointing", True)
+    given = {"callbacks": [saver(**how)] if enable_checkpointing else [], "max_steps": STEPS, "num_sanity_val_steps": 0}
     trainer = fits.trainer(
         distribution,
         strategy=fits.strategy(distribution, worker_groups=2, **CHOICES),
         devices=world_size,
         default_root_dir=folder,
-        enable_checkpointing=checkpoints,
-        **{
-            "callbacks": [saver(**how)] if checkpoints else [],
-            "max_steps": STEPS,
-            "num_sanity_val_steps": 0,
-            **choices,
-        },
+        enable_checkpointing=enable_checkpointing,
+        **{**given, **choices},
     )
     torch.manual_seed(100 + rank)
     ended = ""
     try:
-        loader = Epochs(rank // size, rank % size, size, length)
-        trainer.fit(model, loader, Epochs(0, 0, 1, 3) if validates else None, ckpt_path=resume)
+        loader = Announced((rank // size, rank % size, size), length)
+        trainer.fit(model, loader, Announced((0, 0, 1), 3) if validates else None, ckpt_path=resume)
     except BaseException as error:
         ended = type(error).__name__
     outer = trainer.strategy.outer_state_dict() if model.trace and not ended else {}
-    return {"trace": model.trace, "said": said, "ended": (ended, trainer.global_step), "outer": outer}
+    return {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step), "outer": outer}
 
 
 def played(world_size: int, folder: Path, *cases: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """What each rank did in each of several fits, one after the other; each has its own folder if it names none."""
 
     def play(rank: int, world_size: int) -> list[dict[str, Any]]:
-        given = (
-            {"signalled": {}, **case, "folder": folder / str(case.get("folder", n))} for n, case in enumerate(cases)
-        )
-        return [run(rank, world_size, **case) for case in given]
+        named = ({"signalled": {}, "folder": number, **case} for number, case in enumerate(cases))
+        return [run(rank, world_size, **{**case, "folder": folder / str(case["folder"])}) for case in named]
 
     return [list(ranks) for ranks in zip(*run_processes(play, world_size, timeout=150.0), strict=True)]
 
 
-def assert_goes_on(resumed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:
+def assert_goes_on(
+    resumed: list[dict[str, Any]], plain: list[dict[str, Any]], end: tuple[str, int] | None = None
+) -> None:
     """From the step after which a signal ended it, a fit has the bits of one that had none."""
     for one, other in zip(resumed, plain, strict=True):
-        assert one["ended"][0] == ""
+        assert one["ended"] == (end or other["ended"])
         assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
-        for at, values in one["trace"].items():
-            assert_same(values, other["trace"][at])
-        assert_same(one["outer"], other["outer"])
+        assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
+        assert end or unequal(one["outer"], other["outer"]) == []
 
 
 def all_ended(ranks: list[dict[str, Any]], step: int = ENDED, ended: str = "SIGTERMException") -> bool:
@@ -166,16 +133,6 @@ def all_ended(ranks: list[dict[str, Any]], step: int = ENDED, ended: str = "SIGT
 
 TERMINATED: Signalled = {(1, "training_step", SIGNALLED): [signal.SIGTERM]}
 SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
-
-
-def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    of: dict[str, Any] = {"distribution": "pytorch_lightning", "folder": "it"}
-    resume = str(tmp_path / "it" / SAVED)
-    fits = {**of, "folder": "plain"}, {**of, "signalled": TERMINATED}, {**of, "resume": resume}
-    plain, ended, resumed = played(4, tmp_path, *fits)
-    assert all_ended(ended)
-    assert list(tmp_path.rglob("*.ckpt")) == [Path(resume)]
-    assert_goes_on(resumed, plain)
 
 
 BY_EPOCHS, BY_STEPS = {"validates": True, "max_epochs": 4, "max_steps": -1}, {"validates": True, "max_steps": 32}
@@ -187,12 +144,17 @@ DUE: list[dict[str, Any]] = [
 ]
 
 
-def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "due"), [(2, DUE), (4, [{"distribution": "pytorch_lightning"}])])
+def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
+    world_size: int, due: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """And what is due where it ends is done once."""
+    files = [tmp_path / str(number) / SAVED for number in range(len(due))]
     cases: list[dict[str, Any]] = []
-    for number, due in enumerate(DUE):
-        of = {**due, "folder": number}
-        cases += [of, {**of, "signalled": TERMINATED}, {**of, "resume": str(tmp_path / str(number) / SAVED)}]
-    found = played(2, tmp_path, *cases)
+    for number, (of, file) in enumerate(zip(due, files, strict=True)):
+        how = ({}, {"signalled": TERMINATED}, {"resume": str(file)})
+        cases += [{**of, "folder": number, **choices} for choices in how]
+    found = played(world_size, tmp_path, *cases)
     for plain, ended, resumed in zip(found[::3], found[1::3], found[2::3], strict=True):
         assert all_ended(ended)
         assert_goes_on(resumed, plain)
@@ -200,6 +162,7 @@ def test_what_is_due_where_a_fit_ends_is_done_once(tmp_path: Path) -> None:
             before = len(first["said"]) - 1
             told = [*other["said"][:before], f"save after step {ENDED}", *other["said"][before:]]
             assert [*first["said"], *one["said"]] == told
+    assert sorted(tmp_path.rglob("*.ckpt")) == files
 
 
 MANY = [signal.SIGTERM, signal.SIGTERM]
@@ -261,14 +224,6 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
     assert next(came) > 10
 
 
-def test_what_was_launched_just_when_it_was_done_is_not_done_again() -> None:
-    requests = Requests(SimpleNamespace(inner_steps=16, withdraw=lambda bits: None))  # type: ignore[arg-type]
-    landing = partial(SimpleNamespace, requests=int(Request.TERMINATE))
-    assert requests.land([landing(launched_at=12)]) == Request.TERMINATE
-    assert requests.land([landing(launched_at=14), landing(launched_at=16)]) == 0
-    assert requests.land([landing(launched_at=18)]) == Request.TERMINATE
-
-
 # SLURM
 
 
@@ -308,19 +263,13 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(tmp_path: 
         return [*found, fit({})]
 
     plain, first, second, third, again = zip(*run_processes(job, 2, timeout=150.0), strict=True)
-    ends = (
-        (first, ENDED, "SIGTERMException"),
-        (second, STEPS, "SIGTERMException"),
-        (third, STEPS, ""),
-        (again, STEPS, ""),
-    )
-    assert [all_ended(list(ranks), step, ended) for ranks, step, ended in ends] == [True] * 4
+    ends = ((first, ENDED), (second, STEPS)), ((third, STEPS), (again, STEPS))
+    assert [all_ended(list(ranks), step) for ranks, step in ends[0]] == [True] * 2
+    assert [all_ended(list(ranks), step, "") for ranks, step in ends[1]] == [True] * 2
     assert (tmp_path / "told").read_text() == "requeue 123\n" * 2
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
-    for one, other, saved in zip(second, plain, third, strict=True):
-        assert sorted(one["trace"]) == list(range(ENDED, STEPS))
-        for at, values in one["trace"].items():
-            assert_same(values, other["trace"][at])
+    assert_goes_on(list(second), list(plain), ("SIGTERMException", STEPS))
+    for other, saved in zip(plain, third, strict=True):
         assert_same({name: saved["saved"][name] for name in other["outer"]}, other["outer"])
     assert [sorted(rank["trace"]) for rank in again] == [list(range(ENDED, STEPS))] * 2
 
@@ -337,15 +286,11 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(tmp_path: Path) -
     ]
 
     def slow(rank: int, world_size: int) -> list[tuple[list[str], float]]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_sdiloco.lightning.monitor").addHandler(handler)
-        found = []
+        found, said = [], said_by("lightning_sdiloco.lightning.monitor")
         for step_seconds, in_slurm, _ in cases:
             clock, said[:] = itertools.count(step=step_seconds), []
             monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)  # type: ignore[assignment]
-            fit = partial(run, rank, world_size, tmp_path, {})
+            fit = partial(run, rank, world_size, tmp_path, {}, max_steps=15)
             as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
             found.append(([words for words in said if "termination signal" in words], next(clock) / step_seconds))
         return found
@@ -365,10 +310,9 @@ def test_outside_a_fit_signals_hang_no_rank(tmp_path: Path) -> None:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
             trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
+            model = listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]})
             try:
-                trainer.validate(
-                    listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]}, []), Epochs(rank, 0, 1, 3)
-                )
+                trainer.validate(model, Announced((rank, 0, 1), 3))
                 ended.append("validated")
             except BaseException as error:
                 ended.append(type(error).__name__)

@@ -395,21 +395,6 @@ def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
     assert epochs(assert_together(run_processes(run, 2))) == [10, 10]
 
 
-def test_a_fit_leaves_nothing_behind_and_the_next_agrees_anew() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        model, strategy = noting(LIGHTNING), fits.strategy(worker_groups=2, **CHOICES)
-        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=1)
-        before = set(vars(trainer.fit_loop)), set(vars(trainer.fit_loop.epoch_loop))
-        trainer.fit(model, stream((rank, 0, 1), 5 + 3 * rank))
-        steps = trainer.global_step
-        assert (set(vars(trainer.fit_loop)), set(vars(trainer.fit_loop.epoch_loop))) == before
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(model, Announced((rank, 0, 1), 5 + rank))
-        return steps, trainer.global_step
-
-    assert run_processes(run, 2) == [(8, 13), (8, 13)]
-
-
 def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
     """Its loader takes a second to end. Meanwhile the other group trains up to its next launch and beyond."""
     ended: list[float] = []

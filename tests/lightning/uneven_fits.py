@@ -126,7 +126,10 @@ def run_fit(
     strategy = fits.strategy(distribution, worker_groups=groups, **choices)
     common = {"devices": world_size, "max_epochs": 2, "num_sanity_val_steps": 0}
     trainer = fits.trainer(distribution, strategy=strategy, **{**common, **trainer_choices})
+    loops = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    before = [set(vars(loop)) for loop in loops]
     trainer.fit(model, loader((rank // size, rank % size, size)), stream((9, 0, 1), 2), ckpt_path=resume)
+    assert [set(vars(loop)) for loop in loops] == before, "nothing is left behind"
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     report = strategy.report()
     return {

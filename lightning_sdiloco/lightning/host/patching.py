@@ -3,7 +3,7 @@
 [Note: the register] Some promises to users rest on names that Lightning may change in any release: private ones, and
 methods that are replaced for the time of a fit. Each stands in `REGISTER`, with what would happen without it.
 `check_names` looks for all of them before a fit begins, so that no promise ends without a word, and `replace` replaces
-nothing that is not in the register. A test compares the register with the source; another takes each name away.
+nothing that is not in the register. A test compares the register with the source; another misses one at each place.
 """
 
 import importlib
