@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.federation.hubs import Served, World, make_keys, require_extra, serving
+from tests.federation.hubs import Served, World, make_keys, require_extra
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_module(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("hub"), keys) as served:
+    with Served(tmp_path_factory.mktemp("hub"), keys) as served:
         yield served
 
 

@@ -1,43 +1,27 @@
-"""A hub in the threads of this process, with rules and without; scripted sites; and a line to it that can be cut."""
+"""A hub in the threads of this process, with rules and without; and a line to it that can be cut."""
 
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.charter import Charter, Terms
+from lightning_sdiloco.federation.charter import Terms
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import add_keys, init_keys
-from lightning_sdiloco.federation.messages import (
-    Called,
-    Event,
-    Lost,
-    Payload,
-    Position,
-    Record,
-    Recorded,
-    StateArrived,
-    StateHeader,
-    StateWanted,
-    Waiting,
-    Welcomed,
-)
+from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.server import Hub, HubService
 from lightning_sdiloco.federation.store import BlobStore
-from tests.federation.trial import Part, Values
+from tests.federation.scripted import RUN, ScriptedSite, charter, first_values
 
-RUN, LENGTH = "run-1", 1000
 HOLDERS = {**dict.fromkeys(("site-a", "site-b", "a", "b", "c"), "site"), "second": "hub"}
 HOLDERS |= {"boss": "operator", "viewer": "reader"}
 TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
@@ -137,14 +121,11 @@ class Served:
             client.close()
         self.hub.close(0.1)
 
+    def __enter__(self) -> "Served":
+        return self
 
-@contextmanager
-def serving(folder: Path, keys: Path | None, **options: Any) -> Iterator[Served]:
-    served = Served(folder, keys, **options)
-    try:
-        yield served
-    finally:
-        served.close()
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class Line:
@@ -210,116 +191,6 @@ class Line:
 # With rules
 
 
-def charter(terms: Terms = TERMS, **other: str) -> Charter:
-    fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
-    return Charter(RUN, terms, {"compression": "'none'", **other}, fragments, ((),) * terms.fragments, {}, "5f")
-
-
-class ScriptedSite:
-    """The real follower and a real connection, with arithmetic on a few float32 values, and no model."""
-
-    def __init__(self, connection: HubConnection, own: Charter, seed: int = 0) -> None:
-        self.connection, self.charter = connection, connection.agree(own)
-        self.charter.require_same(own)
-        terms = self.charter.terms
-        self.follower = Follower(terms, self.charter.key, connection.site, connection.life)
-        rows = np.random.default_rng(seed).standard_normal((terms.fragments, LENGTH)).astype(np.float32)
-        self.parts = [Part(Values(row)) for row in rows]
-        self.noise = np.random.default_rng([ord(letter) for letter in connection.site])
-        self.at = self.counted = self.welcomes = 0
-        self.blobs: dict[str, dict[str, Any]] = {}
-        self.told: list[str] = []
-        self.states: list[str] = []
-        connection.hello(self.follower)
-
-    def digests(self) -> list[int]:
-        return [part.values.digest for part in self.parts]
-
-    @property
-    def rounds(self) -> list[int]:
-        return [own.applied.round for own in self.follower.fragments]
-
-    def hear(self) -> None:
-        follower = self.follower
-        for event in self.connection.events():
-            match event:
-                case Welcomed():
-                    self.welcomes += 1
-                    for p in follower.welcome(event.welcome):
-                        self.parts[p].drop()
-                    anchor = event.anchor
-                    fresh = follower.wants_state and anchor and not any(at.round for at in anchor.applied)
-                    if fresh and tuple(self.digests()) == anchor.digests:
-                        follower.adopt(anchor, self.digests())
-                case Called():
-                    follower.hear(event.call)
-                case Recorded():
-                    follower.learn(event.record)
-                    if event.blobs is not None:
-                        self.blobs[event.record.key] = dict(event.blobs)
-                case StateWanted() if event.founding or follower.follows:
-                    applied = tuple(Position(0, self.charter.key) for _ in self.parts)
-                    header = StateHeader(applied, tuple(self.digests())) if event.founding else follower.header()
-                    self.connection.give(event.request, header, [part.values.outer.tobytes() for part in self.parts])
-                case StateArrived() if follower.wants_state:
-                    came = [Values(np.frombuffer(part, np.float32).copy()) for part in event.parts]
-                    for p, landing in follower.adopt(event.header, [values.digest for values in came]).items():
-                        self.parts[p].place(came[p], landing)
-                    self.states.append(event.source)
-                    self.connection.hello(follower)
-                case Waiting():
-                    self.told.append(event.why)
-                case Lost():
-                    follower.lose(time.monotonic())
-                    self.told.append(event.why)
-
-    def heard(self) -> bool:
-        """Whether it is up to date, when it has heard all that there is, and made no step."""
-        self.hear()
-        self.turn()
-        return self.follower.reachable and self.follower.follows and self.follower.lag == 0
-
-    def step(self) -> None:
-        """Makes an inner step, unless training waits."""
-        self.hear()
-        waits = self.follower.waits(self.at, time.monotonic()) > 0.0
-        if not waits and self.follower.follows and not self.follower.finished:
-            self.at += 1
-            for part in self.parts:
-                part.local += self.noise.standard_normal(LENGTH).astype(np.float32) / 16
-            self.follower.trained(4)
-        self.turn()
-
-    def turn(self) -> None:
-        """Says and does what is due, without an inner step."""
-        for call in self.follower.skips():
-            self.connection.skip(call)
-        for p in self.follower.launches(self.at):
-            values = self.parts[p].values
-            payload = (values.outer - self.parts[p].local).tobytes()
-            named = (Payload(key_of(payload), len(payload)),)
-            if sent := self.follower.launch(p, self.at, values.digest, named):
-                self.connection.contribute(sent, {named[0].key: payload})
-        while due := [record for record in self.follower.due(self.at) if record.key in self.blobs]:
-            for record in due:
-                self.land(record)
-        if self.follower.wants_state:
-            self.connection.ask()
-        self.connection.beat(self.follower)
-
-    def land(self, record: Record) -> None:
-        part, blobs = self.parts[record.fragment], self.blobs.pop(record.key)
-        total = sum(own.weight for own in record.counted)
-        mean = np.zeros(LENGTH, np.float32)
-        for own in record.counted:
-            mean += np.float32(own.weight / total) * np.frombuffer(blobs[own.payloads[0].key], np.float32)
-        new = Values(part.values.outer - np.float32(0.7) * mean)
-        landing = self.follower.land(record, part.values.digest, new.digest)
-        self.counted += record.of(self.connection.site) is not None
-        if landing is not MergeAction.REFUSE:
-            part.place(new, landing)
-
-
 class World:
     """A hub on disk, over gRPC, and scripted sites in this thread."""
 
@@ -343,7 +214,7 @@ class World:
 
     def join(self, *names: str, seed: int = 0) -> ScriptedSite:
         for name in names:
-            self.sites[name] = ScriptedSite(self.connect(name), charter(self.terms), seed)
+            self.sites[name] = joined(self.connect(name), self.terms, seed)
         return self.sites[names[-1]]
 
     def client(self, name: str) -> HubClient:
@@ -385,6 +256,16 @@ class World:
         for connection in self.open:
             connection.close(*([1.0] if isinstance(connection, HubConnection) else []))
         self.service.close()
+
+
+def joined(connection: HubConnection, terms: Terms = TERMS, seed: int = 0) -> ScriptedSite:
+    """A site that has said hello with the charter of its run."""
+    own = charter(terms)
+    agreed = connection.agree(own)
+    agreed.require_same(own)
+    site = ScriptedSite(connection, agreed, [first_values(p, seed=seed) for p in range(terms.fragments)])
+    connection.hello(site.follower)
+    return site
 
 
 def require_agreement(sites: Iterable[ScriptedSite]) -> None:

@@ -18,7 +18,8 @@ from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
-from tests.federation.hubs import RUN, World, charter, require_agreement
+from tests.federation.hubs import TERMS, World, require_agreement
+from tests.federation.scripted import RUN, charter
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -79,10 +80,13 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
             assert f'sdiloco_missing_sites{{run="{RUN}"}} 2.0' in answer.read().decode()
     world.join("a", "b")
-    world.rounds(3)
-    hub.end(signal.SIGKILL)
-    # Killed at any moment: what it had told is there, and what it had not is sent again.
-    assert "it goes on after" in hub.start()
+    for rounds in (1, 2, 3):
+        world.rounds(rounds)
+        for _ in range(3 * rounds):
+            world.sites["a"].step()
+        hub.end(signal.SIGKILL)
+        # Killed at any moment: what it had told is there, or a site would refuse it; what it had not is sent again.
+        assert "it goes on after" in hub.start()
     world.more(2)
     # Whether a site follows, the hub that was started again learns from its next sign of life.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
@@ -210,7 +214,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     # With the keys of a site that trains, which goes on.
     told = examined("--hub", f"127.0.0.1:{closed}, 127.0.0.1:{hub.port}", *bundle)
     world.rounds(1)
-    assert f"founded on charter {charter().key[:8]}" in told["run"]["found"]
+    assert f"founded on charter {charter(TERMS).key[:8]}" in told["run"]["found"]
     assert "2 tensors in 2 fragments, sync_every=8" in told["charter"]["found"]
     assert told["status"]["charter"]["settings"] == {"compression": "'none'"}
     assert told["reachability"]["state"] == "slow"

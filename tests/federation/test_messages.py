@@ -44,8 +44,7 @@ CHARTER = Charter(
 
 @st.composite
 def records(draw: Any) -> Record:
-    about = draw(SMALL), draw(ROUNDS)
-    previous, digest = draw(KEYS), draw(DIGESTS)
+    about, previous, digest = (draw(SMALL), draw(ROUNDS)), draw(KEYS), draw(DIGESTS)
     counted = tuple(
         Contribution(
             *(*about, site, draw(LIVES), previous, draw(ROUNDS), digest, draw(PAYLOADS)),
@@ -58,12 +57,11 @@ def records(draw: Any) -> Record:
     return Record(draw(WHOLE), *about, previous, counted, left_out, draw(st.booleans()))
 
 
+STANDING = st.tuples(st.builds(Standing, SMALL, LIVES))
 MESSAGES = st.one_of(
     st.builds(Hello, NAMES, NAMES, LIVES, KEYS, st.tuples(POSITIONS)),
     st.builds(Call, SMALL, ROUNDS, st.booleans()),
-    st.builds(
-        Welcome, st.tuples(POSITIONS), st.tuples(st.integers(1, 9)), st.tuples(st.builds(Standing, SMALL, LIVES))
-    ),
+    st.builds(Welcome, st.tuples(POSITIONS), st.tuples(st.integers(1, 9)), STANDING),
     st.builds(Beat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
     st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
 )
@@ -74,15 +72,14 @@ MESSAGES = st.one_of(
 def test_texts_come_back_as_they_were_and_changed_bits_and_garbage_are_refused(
     record: Record, message: Any, at: int, bit: int, garbage: bytes
 ) -> None:
-    for one in (record, message, *record.counted):
+    for one in (record, message, *record.counted, CHARTER):
         assert type(one).from_bytes(one.to_bytes()) == one
     data = bytearray(record.to_bytes())
     data[at % len(data)] ^= 1 << bit
-    with pytest.raises(Malformed):
-        Record.from_bytes(bytes(data))
     for kind in (Record, Contribution, Hello, Beat, Call, Welcome, StateHeader, Charter):
-        with pytest.raises(Malformed):
-            kind.from_bytes(garbage)
+        for text in (bytes(data), garbage)[kind is not Record :]:
+            with pytest.raises(Malformed):
+                kind.from_bytes(text)
 
 
 def test_what_makes_no_message_is_refused_by_its_name() -> None:
@@ -96,7 +93,6 @@ def test_what_makes_no_message_is_refused_by_its_name() -> None:
         (OWN, "digest", (None,)),
         (OWN, "payloads", ([["cd" * 32]], [["cd" * 32, -1]], {})),
         (OWN, "finite", (1,)),
-        (OWN, "exact", (1,)),
         (OWN, "norm_squared", (-1.0,)),
         (OWN, "unknown", (1,)),
         (welcome, "standing[0]", ([0], [0, "ab" * 8, 1], [-1, "ab" * 8], [0, "AB" * 8], {})),
@@ -109,20 +105,18 @@ def test_what_makes_no_message_is_refused_by_its_name() -> None:
             with pytest.raises(Malformed, match=re.escape(field)):
                 type(whole).from_bytes(json.dumps(text).encode())
     other = replace(OWN, site="site-b")
-    for counted in (
-        (),
-        (OWN, OWN),
-        (other, OWN),
-        *((OWN, replace(other, **change)) for change in ({"round": 6}, {"digest": 8}, {"previous": "00" * 32})),
-        (replace(OWN, finite=False),),
-        (replace(OWN, weight=0),),
-    ):
+    others = [replace(other, **change) for change in ({"round": 6}, {"digest": 8}, {"previous": "00" * 32})]
+    alone = (replace(OWN, finite=False),), (replace(OWN, weight=0),)
+    for counted in ((), (OWN, OWN), (other, OWN), *((OWN, one) for one in others), *alone):
         with pytest.raises(Malformed, match=r"record\.counted"):
             Record.from_bytes(replace(RECORD, counted=counted).to_bytes())
     surprises = (b'{"a": 1, "a": 2}', b'{"a": NaN}', b"[" * 100_000, b'"' + b"a" * 200_000 + b'"', b"9" * 5000, b"\xff")
     for data in (*surprises, b""):
         with pytest.raises(Malformed):
             decoded(data, 150_000)
+    for change in ({"overlap_steps": 100}, {"quorum": 0}, {"grace": -1.0}, {"rounds": 0}, {"grace": float("nan")}):
+        with pytest.raises(ValueError, match="out of range"):
+            replace(TERMS, **change)
 
 
 def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_said_is_not() -> None:
@@ -135,7 +129,6 @@ def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_sa
 
 
 def test_another_charter_is_refused_with_what_differs() -> None:
-    assert Charter.from_bytes(CHARTER.to_bytes()) == CHARTER
     with pytest.raises(Malformed):
         Charter.from_bytes(CHARTER.to_bytes().replace(b'"0.5"', b'"0.6"'))
     changes: dict[str, dict[str, Any]] = {
@@ -154,6 +147,3 @@ def test_another_charter_is_refused_with_what_differs() -> None:
             other.require_same(CHARTER)
     with pytest.raises(ValueError, match=r"fragments\[1\] does not name its parameters once each"):
         replace(CHARTER, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
-    for change in ({"overlap_steps": 100}, {"quorum": 0}, {"grace": -1.0}, {"rounds": 0}, {"grace": float("nan")}):
-        with pytest.raises(ValueError, match="out of range"):
-            replace(TERMS, **change)

@@ -146,23 +146,21 @@ class Run:
         own, counted = self.sites[index].fragments[fragment], [r.of(f"s{index}") for r in self.hub.records(fragment)]
         return own.steps + (own.flight.steps if own.flight and own.flight.own not in counted else 0)
 
-    def counted(self, index: int, fragment: int = 0) -> list[tuple[int, int]]:
-        """The rounds in which a site counts, with its weight: it trains a sample a step."""
-        found = [(record.round, record.of(f"s{index}")) for record in self.hub.records(fragment)]
-        return [(round, own.weight) for round, own in found if own]
+    def counted(self, index: int, fragment: int = 0) -> int:
+        """How many steps of a site count: it trains a sample a step."""
+        return sum(own.weight for record in self.hub.records(fragment) if (own := record.of(f"s{index}")))
 
     def check(self) -> None:
         """Asserts that all agree and count, and that what a site has trained counts once, or is pending or lost."""
         assert agree(list(self.sites.values()))
         for index, site in self.sites.items():
             for fragment in range(len(site.fragments)):
-                counts = sum(weight for _, weight in self.counted(index, fragment))
-                known = counts + self.pending(index, fragment) + self.lost[index, fragment]
+                known = self.counted(index, fragment) + self.pending(index, fragment) + self.lost[index, fragment]
                 assert known == self.made[index], (index, fragment)
         assert self.hub.counted()[-1] == [f"s{index}" for index in self.sites]
 
 
-def test_sites_die_and_return_and_each_step_counts_once() -> None:
+def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
     run = Run(3)
     run.train(9)
     assert run.sites[2].engine.in_flight
@@ -180,20 +178,7 @@ def test_sites_die_and_return_and_each_step_counts_once() -> None:
     run.again(2, early)
     run.train(2)
     assert run.sites[2].world.follower.lag == 0
-    run.train(20)
-    run.check()
-    # From nothing, with other parameters: it has the state of a donor, and counts in the next round.
-    joiner = run.sites[3] = Site(run.hub, 3, mlp(7), **CHOICES)
-    assert not equal(joiner.outer(), run.sites[0].outer())
-    for steps in (2, 20):
-        train(list(run.sites.values()), steps)
-        assert agree(list(run.sites.values()))
-    assert run.hub.counted()[-1] == ["s0", "s1", "s2", "s3"]
-
-
-def test_the_hub_dies_and_comes_back_and_so_do_all_sites_and_nothing_is_lost() -> None:
-    run = Run(3)
-    run.train(17)
+    run.train(3)
     run.hub.restart()
     run.train(8)
     for site in run.sites.values():
@@ -210,13 +195,15 @@ def test_the_hub_dies_and_comes_back_and_so_do_all_sites_and_nothing_is_lost() -
     run.hub.restart()
     for index, state in states.items():
         run.again(index, state, joins=False)
-    # The third has lost its disk too.
-    run.sites[2] = Site(run.hub, 2, mlp(7), **CHOICES)
+    # The third has lost its disk too, and one joins: with other parameters, and the state of a donor.
+    for index in (2, 3):
+        run.sites[index] = Site(run.hub, index, mlp(7), **CHOICES)
+        assert not equal(run.sites[index].outer(), run.sites[0].outer())
     run.train(30)
     assert agree(list(run.sites.values()))
     assert max(site.world.follower.lag for site in run.sites.values()) <= 1
     assert run.hub.records()[: len(known)] == known
-    assert run.hub.counted()[-1] == ["s0", "s1", "s2"]
+    assert run.hub.counted()[-1] == ["s0", "s1", "s2", "s3"]
 
 
 def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
@@ -238,40 +225,29 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
     assert all(equal(one.held(), other.held()) for one, other in zip(whole_run, stopped, strict=True))
 
 
-# While what a site contributed stands in a round that is open
-
-
-def with_a_round_open(late: str = "carry") -> tuple[Run, dict[str, Any]]:
-    """Two sites, of which the first has contributed to round 1 after 8 steps and died, and its checkpoint of step 6."""
+@pytest.mark.parametrize(("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)])
+def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_launch(
+    late: str, has_checkpoint: bool
+) -> None:
     run = Run(2, **ONE_FRAGMENT, late=late)
     run.train(6)
     state = run.sites[0].state()
     run.train(3, 0)
     assert run.sites[0].engine.in_flight
-    assert run.hub.records() == []
     run.die(0)
-    return run, state
-
-
-@pytest.mark.parametrize(("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)])
-def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_launch(
-    late: str, has_checkpoint: bool
-) -> None:
-    run, state = with_a_round_open(late)
     again = run.again(0, state if has_checkpoint else None)
-    before, was = again.local(), again.outer()[0]
+    before, was = again.local(), again.outer()[0].clone()
     assert torch.equal(before, was[: len(before)]), "what its earlier life has trained is in the round"
     assert run.pending(0) == 0
     run.train(10, 0)
     assert run.hub.records() == []
-    before, was = again.local(), was.clone()
+    before = again.local()
     # The other one answers, and the round closes.
     train([run.sites[1]], 3)
     run.made[1] += 3
     again.world.hear()
     again.engine.land_due()
-    assert run.counted(0) == [(1, 8)]
-    assert again.fragments[0].applied.round == 1
+    assert (run.counted(0), again.fragments[0].applied.round) == (8, 1)
     assert torch.allclose(again.local(), before + (again.outer()[0] - was)[: len(before)], atol=1e-6)
     assert run.pending(0) == 10
     run.train(20)
@@ -287,8 +263,11 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
         ranks = [(mlp(seed), place) for place in topologies(2)]
         return at_once(lambda rank: Site(hub, 0, *rank, **ONE_FRAGMENT), ranks)
 
-    site = started(0)
-    other = Site(hub, 1, **ONE_FRAGMENT)
+    def hear(ranks: list[Site]) -> None:
+        for _ in range(3):
+            # A record is heard when all ranks have what it names.
+            at_once(lambda rank: rank.world.hear(), ranks)
+            other.world.hear()
 
     def alone(ranks: list[Site], steps: int) -> None:
         for _ in range(steps):
@@ -296,27 +275,22 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
             other.connection.beat(other.world.follower)
             at_once(lambda rank: (rank.train(samples=1), rank.engine.land_due()), ranks)
 
-    for _ in range(3):
-        at_once(lambda rank: rank.world.hear(), site)
-        other.world.hear()
+    site, other = started(0), Site(hub, 1, **ONE_FRAGMENT)
+    hear(site)
     alone(site, 6)
     states = at_once(lambda rank: rank.state(), site)
     with monkeypatch.context() as patch:
         # It would close the round at once where the first rank is the last to speak.
         patch.setattr(hub.coordinator, "tick", lambda: None)
         alone(site, 3)
-        assert len(hub.coordinator.ledger.calls()) == 1
         site[0].die()
     again = started(5)
     at_once(lambda pair: pair[0].resume(pair[1]) or pair[0].engine.join(), list(zip(again, states, strict=True)))
-    for rank in again:
-        assert equal(list(rank.model.parameters()), list(mlp().parameters()))
+    assert all(equal(list(rank.model.parameters()), list(mlp().parameters())) for rank in again)
     alone(again, 5)
     assert [rank.fragments[0].samples for rank in again] == [10, 10]
     train([other], 3)
-    for _ in range(3):
-        # A record is heard when all ranks have what it names.
-        at_once(lambda rank: rank.world.hear(), again)
+    hear(again)
     at_once(lambda rank: list(rank.engine.land_due()), again)
     (first,) = hub.records()
     assert [own.launch for own in first.counted] == [(1, site[0].world.follower.life)]
@@ -579,23 +553,19 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
         assert [record.final for record in records] == [False] * (len(own) - 1) + [True]
 
 
-def test_a_run_that_ends_by_its_charter_sends_its_last_round_alone_in_float32() -> None:
-    sites = founded(2, rounds=2, **CHOICES)
-    train(sites, 15)
-    over(sites, [[ROUNDED, LAST]] * 4)
-
-
-@pytest.mark.parametrize("hub_dies", [False, True])
-def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_and_the_last_follows(
-    hub_dies: bool,
-) -> None:
-    sites = founded(2, **CHOICES)
+@pytest.mark.parametrize("ends", ["by its charter", "by an operator", "though the hub dies"])
+def test_the_last_round_alone_is_sent_in_float32_and_one_that_is_open_closes_before_as_any_other(ends: str) -> None:
+    sites = founded(2, rounds=2 if ends == "by its charter" else None, **CHOICES)
+    hub = sites[0].hub
+    if ends == "by its charter":
+        train(sites, 15)
+        over(sites, [[ROUNDED, LAST]] * 4)
+        return
     train(sites, 7)
     sites[0].train()
-    hub = sites[0].hub
     hub.coordinator.end()
     assert list(hub.coordinator.ledger.open) == [0]
-    if hub_dies:
+    if ends == "though the hub dies":
         hub.restart()
         for site in reversed(sites):
             site.mended()
@@ -647,7 +617,7 @@ def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
     run.sites[0].engine.leave()
     assert run.sites[0].world.follower.finished
     for fragment in range(4):
-        assert sum(weight for _, weight in run.counted(0, fragment)) == 21
+        assert run.counted(0, fragment) == 21
     run.train(10, 1)
     run.die(0)
     assert run.hub.counted()[-1] == ["s1"]

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -38,11 +37,11 @@ from lightning_sdiloco.federation.wire import (
     HubUnreachable,
     Missing,
     NoSpace,
-    checked_size,
     pack,
     unpack,
 )
-from tests.federation.hubs import RUN, Line, Served, put, serving, until
+from tests.federation.hubs import Line, Served, put, until
+from tests.federation.scripted import RUN
 
 
 @given(st.binary(max_size=200))
@@ -63,14 +62,6 @@ def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) ->
             pack(header, body)
     with pytest.raises(Malformed):
         pack({}, bytes(CHUNK + 1))
-
-
-def test_sizes_and_what_is_missing_of_a_blob_are_checked() -> None:
-    for size in (-1, 1.0, True, "1", None, [1]):
-        with pytest.raises(Malformed):
-            checked_size(size, 10, "blob")
-    with pytest.raises(Refused, match="too large"):
-        checked_size(11, 10, "blob")
     assert _checked_parts([[0, 1], [2, 3]], 3)
     for parts in (None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]):
         with pytest.raises(Malformed):
@@ -147,7 +138,7 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
         with channel_to(served.port, authority, *certificate) as channel:
             assert refusal(lambda channel=channel: ping(channel)) == "UNAVAILABLE"
     # A site refuses who passes for the hub: one of another authority, and a site of its own.
-    with serving(tmp_path, tmp_path / "keys") as false, pytest.raises(HubUnreachable, match="same authority"):
+    with Served(tmp_path, tmp_path / "keys") as false, pytest.raises(HubUnreachable, match="same authority"):
         served.client("site-a", port=false.port).send(b"secret")
     site = load(keys, "site-b")
     server = grpc.server(None)
@@ -302,7 +293,7 @@ def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served, monkeypa
 
 @pytest.fixture
 def hub(keys: Path, tmp_path: Path) -> Iterator[Served]:
-    with serving(tmp_path, keys) as served:
+    with Served(tmp_path, keys) as served:
         yield served
 
 
@@ -370,58 +361,7 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
 
 
-def test_a_hub_that_dies_and_comes_back_is_found_again_and_where_none_is_every_call_ends_soon(
-    keys: Path, tmp_path: Path
-) -> None:
-    seen: list[Event] = []
-    first = Served(tmp_path, keys)
-    site = first.client("site-a")
-    first.clients.clear()
-    key = put(site, b"blob")
-    watcher = threading.Thread(target=lambda: seen.extend(site.events(dict)))
-    watcher.start()
-    until(lambda: "hello" in "".join(first.handler.seen))
-    first.close()
-    # What waits in events hears of it; what is called meanwhile ends at once.
-    until(lambda: site.away)
-    for call in (lambda: site.send(b"other"), lambda: site.get(key_of(b"other")), lambda: site.call("ping")):
-        quickly(call)
-    with serving(tmp_path, keys, listen=f"127.0.0.1:{first.port}") as second:
-        second.handler.record(b"after")
-        until(lambda: site.away is None)
-        assert site.get(key) == b"blob"
-        site.send(b"other")
-        site.close()
-        watcher.join(20)
-    assert not watcher.is_alive()
-    assert seen[0].kind == "welcome"
-    assert "lost" in [event.kind for event in seen]
-
-
-def test_a_silent_hub_is_gone_after_some_beats_and_all_that_waits_ends(hub: Served, line: Line) -> None:
-    site = hub.client("site-a", port=line.port)
-    events = site.events(dict)
-    assert next(events).kind == "welcome"
-    with ThreadPoolExecutor() as pool:
-        heard = pool.submit(next, events)
-        time.sleep(0.5)
-        assert not heard.done()
-        line.flows.clear()
-        waiting = pool.submit(site.send, os.urandom(20 * CHUNK))
-        event = heard.result(10)
-        assert event.kind == "lost"
-        assert "silent" in event.header["why"]
-        with pytest.raises(HubUnreachable):
-            waiting.result(3)
-        quickly(lambda: site.get(key_of(b"")))
-        line.flows.set()
-        # It is the next event that connects again.
-        hub.handler.record(b"record")
-        assert pool.submit(next, events).result(20).kind in ("record", "lost")
-        site.close()
-
-
-def test_a_cut_just_as_a_site_says_hello_is_noticed_and_lines_that_lead_nowhere_are_made_again(
+def test_a_silent_hub_is_gone_after_some_beats_and_lines_that_lead_nowhere_are_made_again(
     hub: Served, line: Line
 ) -> None:
     site = hub.client("site-a", port=line.port, timeout=30.0, channels=2)
@@ -437,17 +377,36 @@ def test_a_cut_just_as_a_site_says_hello_is_noticed_and_lines_that_lead_nowhere_
     hub.handler.record(b"record")
     events = site.events(dict)
     with ThreadPoolExecutor() as pool:
-        assert "silent for 0.8 s" in pool.submit(next, events).result(10).header["why"]
-        assert pool.submit(next, events).result(10).kind == "record"
+
+        def heard(seconds: float = 10.0) -> Event:
+            return pool.submit(next, events).result(seconds)
+
+        assert "silent for 0.8 s" in heard().header["why"]
+        assert heard().kind == "record"
+        # Nothing flows: all that waits ends, and what is called meanwhile does at once.
+        line.flows.clear()
+        waiting = pool.submit(site.send, os.urandom(20 * CHUNK))
+        assert heard().kind == "lost"
+        with pytest.raises(HubUnreachable):
+            waiting.result(3)
+        quickly(lambda: site.get(key_of(b"")))
+        line.flows.set()
+        # It is the next event that connects again.
+        while heard(20).kind != "record":
+            pass
         key = put(site, os.urandom(4 * CHUNK))
-        heard = pool.submit(next, events)
         line.forget()
-        assert heard.result(10).kind == "lost"
+        assert heard().kind == "lost"
         # TCP and gRPC would find out in some ten seconds.
         began = time.monotonic()
-        assert pool.submit(next, events).result(30).kind == "record"
+        assert heard(30).kind == "record"
         assert len(site.get(key)) == 4 * CHUNK
         assert time.monotonic() - began < 5
+        # Where there is no hub every call ends at once.
+        hub.hub.close(0.1)
+        assert heard().kind == "lost"
+        for call in (lambda: site.send(b"other"), lambda: site.get(key), lambda: site.call("ping")):
+            quickly(call)
         site.close()
 
 

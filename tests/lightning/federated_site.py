@@ -12,7 +12,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed.run
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -26,7 +26,7 @@ from lightning_sdiloco import (
     StreamingDiLoCoStrategy,
 )
 from tests.chaos.notes import Notebook
-from tests.chaos.processes import BATCH, FEATURES, TARGETS, Net, Place
+from tests.chaos.processes import BATCH, FEATURES, TARGETS, Net, Notes, Place
 
 CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "fragments": "strided:2"}
 
@@ -77,16 +77,6 @@ class RankNet(Net):
 
     def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
         self.log("seen", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
-
-
-class Notes(Callback):
-    def __init__(self, notebook: Notebook) -> None:
-        self.notebook = notebook
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
-        engine = trainer.strategy.engine
-        rounds = [own.applied.round for own in engine.loop.follower.fragments]
-        self.notebook.write("step", step=engine.inner_steps, rounds=rounds)
 
 
 def train(place: Rank) -> None:

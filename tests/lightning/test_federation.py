@@ -5,13 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -22,7 +19,7 @@ from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.lightning.monitor import changes, read_run
-from tests.chaos.checks import Found, Span, Told, examined
+from tests.chaos.checks import Told, examined
 from tests.chaos.faults import Fault
 from tests.chaos.notes import Note, read
 from tests.chaos.play import Play
@@ -31,9 +28,6 @@ from tests.chaos.world import World, free_ports
 from tests.federation.hubs import require_extra
 from tests.lightning.federated_site import Rank, train, train_under_torchrun
 from tests.own_quorum import Core
-from tests.small_disk import fill, small_disk
-
-FILE_OF_RANK = "rank_00000.pt"
 
 
 def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
@@ -78,106 +72,31 @@ def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeyp
 # Some fail, the others do not notice, and all come back
 
 
-def played(world: World, *faults: Fault) -> tuple[Told, Found]:
-    """Lets faults happen one after the other, each when all have come back from that before, and ends the run."""
-    play = Play(world)
-    play.begin()
-    for fault in faults:
-        play.suffer(fault)
-    play.finish()
-    told = Told.of(world.folder, world.sites)
-    return told, examined(told, BATCH)
-
-
-def counted_without(told: Told, span: Span) -> set[str]:
-    """The sites that count in the rounds that closed without the one that has a fault, until it is heard of again."""
-    victim = span.victim
-    heard = [note["at"] for note in told.hub if note.get("site") == victim and note["at"] > span.ended]
-    closed = [note for note in told.hub if note["what"] == "append" and span.began < note["at"]]
-    counted = [{site for site, *_ in note["counted"]} for note in closed if note["at"] < min(heard, default=span.ended)]
-    return set().union(*(sites for sites in counted if victim not in sites))
-
-
-def counted(record: Note) -> str:
-    """The names of the sites that count."""
-    return "".join(sorted(site for site, *_ in record["counted"]))
-
-
 @pytest.mark.timeout(400)
 def test_sites_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
     require_extra()
     with World(tmp_path, "abc", seconds=0.02) as world:
-        told, found = played(world, Fault("stop", "c", 3.0), Fault("kill", "b", 0.5))
+        play = Play(world)
+        play.begin()
+        for fault in (Fault("stop", "c", 3.0), Fault("kill", "b", 0.5)):
+            play.suffer(fault)
+        play.finish()
+    told = Told.of(tmp_path, "abc")
     # No stall, other digest, or sample that counts twice, and one model at the end.
-    assert found["problems"] == []
-    stopped, killed = told.spans()
-    assert counted_without(told, stopped) == {"a", "b"}
-    assert counted_without(told, killed) == {"a", "c"}
+    assert examined(told, BATCH)["problems"] == []
+    for span, others in zip(told.spans(), ({"a", "b"}, {"a", "c"}), strict=True):
+        # The rounds that closed without it until it was heard of again count both others.
+        heard = [note["at"] for note in told.hub if note.get("site") == span.victim and note["at"] > span.ended]
+        until = min(heard, default=span.ended)
+        closed = [note for note in told.hub if note["what"] == "append" and span.began < note["at"] < until]
+        counted = [{site for site, *_ in note["counted"]} for note in closed]
+        assert set().union(*(sites for sites in counted if span.victim not in sites)) == others
     starts = {site: [note["step"] for note in told.sites[site] if note["what"] == "training"] for site in "bc"}
     assert starts["c"] == [0], "it was not started again"
     first, second = starts["b"]
     # It went on from its own checkpoint.
-    made = max(note["step"] for note in told.steps("b") if note["at"] < killed.ended)
-    assert first == 0 < second <= made
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_site_on_a_full_disk_says_so_and_goes_on_from_its_last_checkpoint_when_there_is_room(tmp_path: Path) -> None:
-    require_extra()
-    last = tmp_path / "b" / "last.ckpt"
-    # A machine that is busy with other things breaks no lease of these.
-    with small_disk(last.parent, 40) as disk, World(tmp_path, "ab", 0.03, lease=20.0) as world:
-        play = Play(world)
-        play.begin()
-        play.until("a checkpoint", partial(stops_with_one_save, world, "b", disk), 60)
-        rank, checkpoint = largest(disk, "rank_*.pt"), largest(disk, "last.ckpt")
-        # The file of the rank finds room, and the checkpoint after it does not.
-        filler = fill(disk, rank + checkpoint // 2)
-        world.signal("b", signal.SIGCONT)
-        failed = world.processes["b"]
-        failed.join(60)
-        assert failed.exitcode == 1
-        assert "No space left on device" in world.said("b")
-        assert f"Nothing is left of it. Resume from {last}" in world.said("b")
-        # One whole checkpoint is there, and no part of another.
-        (save,) = (disk / "last.ckpt.sdiloco").iterdir()
-        assert sorted(path.name for path in save.iterdir()) == ["manifest.json", FILE_OF_RANK]
-        assert sorted(path.name for path in disk.iterdir()) == ["filler", "last.ckpt", "last.ckpt.sdiloco"]
-        held = torch.load(last, weights_only=True)
-        assert held["streaming_diloco"]["save"] == save.name
-        filler.unlink()
-        # Its process is gone already; it is started again as one that was killed.
-        play.suffer(Fault("kill", "b", 3.0))
-        play.finish()
-    told = Told.of(tmp_path, "ab")
-    # All end with one model, nothing counts twice, and no more is lost than may be.
-    assert [problem for problem in examined(told, BATCH)["problems"] if "stood still" not in problem] == []
-    before, after = (note for note in told.sites["b"] if note["what"] == "training")
-    assert (before["step"], after["step"]) == (0, held["global_step"])
-    # Meanwhile the other one closed rounds alone, and was not held up. A thread of it may wait for another one that the
-    # machine does not let run, for some moments.
-    gone = max(note["at"] for note in told.sites["b"] if note["at"] < told.spans()[0].began)
-    assert "a" in [counted(note) for note in told.records() if gone < note["at"] < after["at"]]
-    alone = [note for note in told.steps("a") if gone < note["at"] < after["at"]]
-    stalled = sum(note["stalled"] - note["delayed"] - note["stolen"] for note in alone)
-    assert stalled < 0.25 * (after["at"] - gone)
-    assert counted(told.records()[-1]) == "ab"
-
-
-def stops_with_one_save(world: World, site: str, disk: Path) -> bool:
-    """Stops a site if all on its disk is one whole checkpoint; tells whether it has."""
-    world.signal(site, signal.SIGSTOP)
-    time.sleep(0.01)
-    if sorted(path.name for path in disk.rglob("*") if path.is_file()) == ["last.ckpt", "manifest.json", FILE_OF_RANK]:
-        return True
-    world.signal(site, signal.SIGCONT)
-    return False
-
-
-def largest(disk: Path, name: str) -> int:
-    """The bytes of the largest file with a name."""
-    return max(path.stat().st_size for path in disk.rglob(name))
+    killed = told.spans()[1].ended
+    assert first == 0 < second <= max(note["step"] for note in told.steps("b") if note["at"] < killed)
 
 
 # Sites of several ranks
@@ -186,26 +105,28 @@ def largest(disk: Path, name: str) -> int:
 class Federation:
     """A hub in this process, and the ranks of sites in others."""
 
-    def __init__(self, folder: Path, sites: str = "ab") -> None:
-        self.folder = folder
-        init_keys(folder / "keys", "run")
-        for site in sites:
-            add_keys(folder / "keys", site)
-        ledger, keys = folder / "hub.sqlite", folder / "keys"
-        self.hub = HubService("run", ledger, sites=len(sites), listen="127.0.0.1:0", keys=keys)
+    def __init__(self, folder: Path) -> None:
+        self.folder, keys = folder, folder / "keys"
+        init_keys(keys, "run")
+        for site in "ab":
+            add_keys(keys, site)
+        self.hub = HubService("run", folder / "hub.sqlite", sites=2, listen="127.0.0.1:0", keys=keys)
         self.hub.start()
         self.processes: dict[str, Any] = {}
-        self.ports = dict(zip(sites, free_ports(len(sites)), strict=True))
+        self.ports = dict(zip("ab", free_ports(2), strict=True))
         # Sites begin with what they import, and with no thread of gRPC.
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload(["tests.lightning.federated_site"])
 
-    def start(self, site: str, ranks: int = 1, steps: int = -1, seconds: float = 0.02, **choices: Any) -> None:
+    def start(self, site: str, ranks: int = 1, **choices: Any) -> None:
         """Starts the ranks of a site, each as a process."""
         for rank in range(ranks):
-            place = self.place(site, steps, seconds, rank=rank, ranks=ranks, **choices)
-            self.processes[place.name] = self.context.Process(target=train, args=(place,))
-            self.processes[place.name].start()
+            self.run(train, self.place(site, rank=rank, ranks=ranks, **choices))
+
+    def run(self, target: Callable[[Rank], None], place: Rank) -> Any:
+        process = self.processes[place.name] = self.context.Process(target=target, args=(place,))
+        process.start()
+        return process
 
     def place(self, site: str, steps: int = -1, seconds: float = 0.02, **choices: Any) -> Rank:
         # However slow this machine is, every sample counts.
@@ -213,15 +134,12 @@ class Federation:
         hub = f"127.0.0.1:{self.hub.port}"
         return Rank(self.folder, hub, self.ports[site], seconds, steps, choices=terms, site=site, **choices)
 
-    def notes(self, name: str) -> list[Note]:
-        return read(self.folder / f"{name}.jsonl")
-
-    def last(self, name: str) -> str:
-        """What a rank has written down last."""
-        return (self.notes(name) or [{"what": ""}])[-1]["what"]
+    def notes(self, name: str, key: str = "what") -> list[Note]:
+        """What a rank has written down that has this entry."""
+        return [note for note in read(self.folder / f"{name}.jsonl") if key in note]
 
     def round(self, name: str) -> int:
-        stepped = [note for note in self.notes(name) if "rounds" in note]
+        stepped = self.notes(name, "rounds")
         return min(stepped[-1]["rounds"]) if stepped else 0
 
     def records(self) -> list[Record]:
@@ -236,8 +154,8 @@ class Federation:
         of_site = [own for record in self.records() if record.fragment == fragment and (own := record.of(site))]
         return sum(own.weight for own in of_site)
 
-    def until(self, what: str, holds: Callable[[], bool], timeout: float = 400.0) -> None:
-        deadline = time.monotonic() + timeout
+    def until(self, what: str, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 400.0
         while not holds():
             dead = [name for name, process in self.processes.items() if process.exitcode]
             assert not dead, f"{what}: { {name: (self.folder / f'{name}.log').read_text()[-3000:] for name in dead} }"
@@ -246,14 +164,22 @@ class Federation:
 
     def ends(self, *names: str) -> list[dict[str, Any]]:
         """What ranks write when they have ended, for which it waits."""
-        self.until(f"{names} end", lambda: all(self.last(name) == "ended" for name in names))
+        self.until(f"{names} end", lambda: all(self.notes(name, "digest") for name in names))
         return [self.notes(name)[-1] for name in names]
 
     def close(self) -> None:
         for process in self.processes.values():
+            started = children(process)
             process.kill()
             process.join()
+            for child in started:
+                os.kill(child, signal.SIGKILL)
         self.hub.close()
+
+
+def children(process: Any) -> list[int]:
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    return list(map(int, path.read_text().split())) if path.exists() else []
 
 
 @pytest.fixture
@@ -287,8 +213,8 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(federation: Federation) -> None:
-    federation.start("a", 2, 60, 0.05, budget="auto")
-    federation.start("b", 1, 60, 0.05, budget=60.0)
+    federation.start("a", 2, steps=60, seconds=0.05, budget="auto")
+    federation.start("b", steps=60, seconds=0.05, budget=60.0)
     first, second, other = federation.ends("a", "a1", "b")
     # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much as both trained.
     assert (first["budget"], first["same"]) == (second["budget"], second["same"])
@@ -308,16 +234,16 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
 ) -> None:
     names = ["a", "a1", "a2", "a3", "b"]
     federation.start("b")
-    with under_torchrun(federation, "a", 4) as agent:
-        federation.until("both have landed some rounds", lambda: min(map(federation.round, "ab")) >= 2)
-        # It has a checkpoint of step 25, and has trained on.
-        federation.until("a trains on", lambda: federation.notes("a")[-1]["step"] > 45)
-        there = federation.round("b")
-        os.kill(max(map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())), signal.SIGKILL)
-        federation.until("the other one goes on", lambda: federation.round("b") >= there + 3)
-        federation.until("it counts again", lambda: federation.lives("a") == 2)
-        federation.hub.coordinator.end()
-        ends = federation.ends(*names)
+    agent = federation.run(train_under_torchrun, federation.place("a", ranks=4))
+    federation.until("both have landed some rounds", lambda: min(map(federation.round, "ab")) >= 2)
+    # It has a checkpoint of step 25, and has trained on.
+    federation.until("a trains on", lambda: federation.notes("a")[-1]["step"] > 45)
+    there = federation.round("b")
+    os.kill(max(children(agent)), signal.SIGKILL)
+    federation.until("the other one goes on", lambda: federation.round("b") >= there + 3)
+    federation.until("it counts again", lambda: federation.lives("a") == 2)
+    federation.hub.coordinator.end()
+    ends = federation.ends(*names)
     # All have applied the same records, and hold the same bits.
     assert len({str(end["applied"]) for end in ends}) == len({end["digest"] for end in ends}) == 1
     for record in federation.records():
@@ -333,7 +259,7 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     shares = [end["report"]["bytes_sent"] for end in ends[:4]]
     assert shares == pytest.approx([shares[0]] * 4, rel=0.02)
     for name in names[:4]:
-        steps = [note["step"] for note in federation.notes(name) if "step" in note]
+        steps = [note["step"] for note in federation.notes(name, "took")]
         # It went on from its checkpoint.
         (began,) = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
         assert began % 25 == 1
@@ -342,19 +268,6 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     seen = [what for _, what in changes(read_run(federation.folder / "b.records").ranks[0])]
     assert "a counts no longer" in seen
     assert seen.count("a counts") >= 2
-
-
-@contextmanager
-def under_torchrun(federation: Federation, site: str, ranks: int) -> Iterator[int]:
-    """Starts a site of several ranks by torchrun, whose process this is; it ends them."""
-    process = federation.context.Process(target=train_under_torchrun, args=(federation.place(site, ranks=ranks),))
-    process.start()
-    federation.processes[site] = process
-    try:
-        yield process.pid
-    finally:
-        process.terminate()
-        process.join(60)
 
 
 @pytest.mark.large
