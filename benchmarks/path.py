@@ -3,8 +3,9 @@
     python -m benchmarks.path [--quick] [--calls] [--json FILE]
 
 Two worker groups over the loopback, fp4, the other settings as by default. The plain loop is Algorithm 2 for two groups
-of one rank and nothing else: no digest, no finite mask, no buffers, no shards, no checkpoint. Both fly the same
-fragment by turns in the same two processes, without any training, and the processor time is that of all threads.
+of one rank, which tell each other what they launch and what they trained, and nothing else: no digest, no finite mask,
+no buffers, no shards, no checkpoint. Both fly the same fragment by turns in the same two processes, without any
+training, and the processor time is that of all threads.
 --calls prints every call of the package, a line for every stay in a file.
 """
 
@@ -84,7 +85,7 @@ class Plain:
         self.parameters, self.mixing, self.codec = list(model.parameters()), mixing, FP4()
         self.outer = nn.Parameter(self.read())
         self.optimizer = torch.optim.SGD([self.outer], lr, momentum, nesterov=True)
-        self.group = dist.new_group()
+        self.group, self.step = dist.new_group(), 0
         self.thread, self.flight = ThreadPoolExecutor(1), Future[None]()
 
     def read(self) -> Tensor:
@@ -92,21 +93,25 @@ class Plain:
 
     @torch.no_grad()
     def launch(self) -> None:
-        self.flight = self.thread.submit(self.fly, self.outer - self.read())
+        self.step += 1
+        head = torch.tensor([0, self.step, 1, 0])  # fragment, step, inner steps trained, requests
+        self.flight = self.thread.submit(self.fly, head, self.outer - self.read())
 
     @torch.no_grad()
-    def fly(self, gradient: Tensor) -> None:
-        payload = self.codec.encode(gradient)
-        payloads = [torch.empty_like(payload), torch.empty_like(payload)]
-        payloads[rank := dist.get_rank()] = payload
-        received = dist.irecv(payloads[1 - rank], 1 - rank, self.group)
-        sent = dist.isend(payload, 1 - rank, self.group)
+    def fly(self, head: Tensor, gradient: Tensor) -> None:
+        message = torch.cat([head.view(torch.uint8), self.codec.encode(gradient)])
+        messages = [torch.empty_like(message), torch.empty_like(message)]
+        messages[rank := dist.get_rank()] = message
+        received = dist.irecv(messages[1 - rank], 1 - rank, self.group)
+        sent = dist.isend(message, 1 - rank, self.group)
         received.wait()
         sent.wait()
-        decoded, mean = torch.empty_like(gradient), torch.zeros_like(gradient)
-        for one in payloads:
-            self.codec.decode(one, decoded)
-            mean += decoded
+        heads = [one[:32].clone().view(torch.int64).tolist() for one in messages]
+        assert heads[0][:2] == heads[1][:2], "both launch the same"
+        decoded, mean, trained = torch.empty_like(gradient), torch.zeros_like(gradient), heads[0][2] + heads[1][2]
+        for (_, _, weight, _), one in zip(heads, messages, strict=True):
+            self.codec.decode(one[32:], decoded)
+            mean += decoded if 2 * weight == trained else decoded * (2 * weight / trained)
         self.outer.grad = mean.div_(2)
         self.optimizer.step()
 
