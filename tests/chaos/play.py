@@ -5,8 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from tests.chaos.checks import LONGEST_HANG
+from tests.chaos.checks import LONGEST_HANG, Found, Told, examined
 from tests.chaos.faults import ALL, FORMS, HUB, Fault
+from tests.chaos.processes import BATCH
 from tests.chaos.world import World
 
 _MOST = 3  # faults at the same time
@@ -136,3 +137,14 @@ class Play:
         ended = any(own.ended for own in self.seen.values())
         if self.records and up and not ended and HUB not in hit and now > self.record_at + LONGEST_HANG:
             raise Halted(f"no record for {LONGEST_HANG:.0f} s, with {up} up: {self.world.said(HUB)}")
+
+
+def played(world: World, *faults: Fault) -> tuple[Told, Found]:
+    """Lets faults happen one after the other, each when all have come back from that before, and ends the run."""
+    play = Play(world)
+    play.begin()
+    for fault in faults:
+        play.suffer(fault)
+    play.finish()
+    told = Told.of(world.folder, world.sites)
+    return told, examined(told, BATCH)

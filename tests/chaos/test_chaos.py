@@ -12,9 +12,9 @@ from benchmarks.links import Links, missing
 from tests.chaos.__main__ import run
 from tests.chaos.checks import Found
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
+from tests.chaos.play import played
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from tests.federation.hubs import require_extra
-from tests.lightning.test_federation import played
 
 HEALED = 10.0  # seconds within which a site whose link is whole again has all records, unless it fetches a state
 

@@ -19,10 +19,9 @@ from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.lightning.monitor import changes, read_run
-from tests.chaos.checks import Told, examined
 from tests.chaos.faults import Fault
 from tests.chaos.notes import Note, read
-from tests.chaos.play import Play
+from tests.chaos.play import played
 from tests.chaos.processes import BATCH
 from tests.chaos.world import World, free_ports
 from tests.federation.hubs import require_extra
@@ -76,14 +75,9 @@ def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeyp
 def test_sites_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path) -> None:
     require_extra()
     with World(tmp_path, "abc", seconds=0.02) as world:
-        play = Play(world)
-        play.begin()
-        for fault in (Fault("stop", "c", 3.0), Fault("kill", "b", 0.5)):
-            play.suffer(fault)
-        play.finish()
-    told = Told.of(tmp_path, "abc")
+        told, found = played(world, Fault("stop", "c", 3.0), Fault("kill", "b", 0.5))
     # No stall, other digest, or sample that counts twice, and one model at the end.
-    assert examined(told, BATCH)["problems"] == []
+    assert found["problems"] == []
     for span, others in zip(told.spans(), ({"a", "b"}, {"a", "c"}), strict=True):
         # The rounds that closed without it until it was heard of again count both others.
         heard = [note["at"] for note in told.hub if note.get("site") == span.victim and note["at"] > span.ended]
