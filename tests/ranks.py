@@ -6,7 +6,9 @@ backward on an accelerator cannot have usable children, so hide accelerators fro
 
 import contextlib
 import ctypes
+import functools
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -108,6 +110,32 @@ def run_processes(
         environments.append({"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in values.items()}})
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         return _run(lambda rank: function(rank, world_size, *args), environments, Path(folder), timeout, expect_failure)
+
+
+def in_ranks(world_size: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Plays a test in every rank of a world, which is its first argument, as `run_processes` does."""
+
+    def decorated(test: Callable[..., None]) -> Callable[..., None]:
+        def play(**fixtures: Any) -> None:
+            run_processes(lambda rank, _: test(rank, **fixtures), world_size, timeout=timeout)
+
+        functools.update_wrapper(play, test)
+        signature = inspect.signature(test)
+        play.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        return play
+
+    return decorated
+
+
+def agreed(value: Any) -> bool:
+    """Tells whether all ranks give the same: tensors by name, or what can be compared."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    if not isinstance(value, dict):
+        return all(other == value for other in values)
+    return all(
+        other.keys() == value.keys() and all(map(torch.equal, other.values(), value.values())) for other in values
+    )
 
 
 # In the parent.

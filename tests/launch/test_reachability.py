@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from copy import copy
 from datetime import timedelta
 from functools import partial
@@ -22,7 +21,7 @@ from lightning_sdiloco.launch.reachability import BrokenConnection, advice, requ
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
 from tests.fits import fit
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
-from tests.ranks import run_processes
+from tests.ranks import in_ranks, run_processes
 from tests.strangers import listening
 
 HOUR = timedelta(hours=1)
@@ -43,48 +42,35 @@ def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return str(error.value)
 
 
-def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        met = rendezvous_of(rank, world_size)
+@in_ranks(3)
+def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int) -> None:
+    met, host = rendezvous_of(rank, 3), socket.gethostname()
 
-        def case(name: str) -> Rendezvous:
-            own = copy(met)
-            own.all_gather = lambda what, value: met.all_gather(f"{name} {what}", value)  # type: ignore[method-assign]
-            return own
+    def case(name: str) -> Rendezvous:
+        own = copy(met)
+        own.all_gather = lambda what, value: met.all_gather(f"{name} {what}", value)  # type: ignore[method-assign]
+        return own
 
-        assert met.all_gather("names", {"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
-        require_reachable(case("well"), rank // 2, loopback, loopback)
+    assert met.all_gather("names", {"rank": rank}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    require_reachable(case("well"), rank // 2, loopback, loopback)
+    with pytest.MonkeyPatch.context() as patch:
         listen = reachability.Listener.__init__
-
-        def then_close(self: Any, *args: Any) -> None:
-            listen(self, *args)
-            self.close()
-
         if rank == 2:  # its port is closed; it reaches the others
-            reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
+            patch.setattr(reachability.Listener, "__init__", lambda self, *its: listen(self, *its) or self.close())
         closed = error_of(require_reachable, case("closed"), rank, loopback, loopback)
-        reachability.Listener.__init__ = listen  # type: ignore[method-assign]
-        if rank == 1:
-            os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
-        deaf = error_of(require_reachable, case("deaf"), rank, exchange_address, loopback)
-        absent = ""
-        if rank != 2:
-            absent = error_of(rendezvous_of(rank, world_size, 1.0).all_gather, "places", None)
-        met.all_gather("end", None)  # the store ends with rank 0
-        return closed, deaf, absent
-
-    (closed, deaf, absent), *others = run_processes(run, 3)
-    assert [own[:2] for own in others] == [(closed, deaf)] * 2
-    host = socket.gethostname()
     assert closed.startswith("2 of 6 connections")
     assert f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:" in closed
     assert closed.count("connection refused; the other direction works") == 2
-    assert "1 ranks cannot listen" in deaf
-    assert "rank 1 on" in deaf
-    assert "SDILOCO_EXCHANGE_INTERFACE='no-such' is no interface" in deaf
-    assert "lo (127.0.0.1)" in deaf
-    for text in (absent, others[0][2]):
-        assert re.search("Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", text)
+    if rank == 1:
+        os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
+    deaf = error_of(require_reachable, case("deaf"), rank, exchange_address, loopback)
+    no_interface = "SDILOCO_EXCHANGE_INTERFACE='no-such' is no interface"
+    for words in ("1 ranks cannot listen", "rank 1 on", no_interface, "lo (127.0.0.1)"):
+        assert words in deaf
+    if rank != 2:
+        absent = error_of(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
+        assert re.search("Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", absent)
+    met.all_gather("end", None)  # the store ends with rank 0
 
 
 def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> None:
@@ -109,30 +95,29 @@ def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_t
             assert store.result().num_keys() == 0
 
 
-def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_once() -> None:
+def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
     another = "is no torch TCPStore (it says {}): another program listens there"
     http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
-    cases = {
-        **{("http", 0): http, ("http", 1): http, ("ssh", 0): ssh, ("ssh", 1): ssh},
-        ("silent", 0): "answers, but is no torch TCPStore (it says nothing)",
-        ("store", 0): "is taken by another training",
-    }
-
-    def run(process: int, world_size: int, ports: dict[str, int]) -> dict[Any, Any]:
-        rendezvous._SECONDS_PER_ATTEMPT = 0.5
-        wrong = {}
-        for (program, rank), words in cases.items():
-            port, began = ports[program], time.monotonic()
+    for program, rank, words in (
+        ("http", 0, http),
+        ("http", 1, http),
+        ("ssh", 0, ssh),
+        ("ssh", 1, ssh),
+        ("silent", 0, "answers, but is no torch TCPStore (it says nothing)"),
+        ("store", 0, "is taken by another training"),
+    ):
+        with listening(program) as port:
+            began = time.monotonic()
             told = error_of(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
-            who = f"Rank {rank} on {socket.gethostname()} cannot {'reach rank 0' if rank else 'keep the store'}"
-            right = told.startswith(who) and f"127.0.0.1:{port} " in told and words in told
-            if not right or "Choose another MASTER_PORT" not in told or time.monotonic() - began > 5:
-                wrong[program, rank] = told
-        return wrong
-
-    with ExitStack() as stack:
-        ports = {program: stack.enter_context(listening(program)) for program, _ in cases}
-        assert run_processes(run, 1, ports) == [{}]
+            assert time.monotonic() - began < 5
+        assert told.startswith(
+            f"Rank {rank} on {socket.gethostname()} cannot {'reach rank 0' if rank else 'keep the store'}"
+        )
+        for text in (f"127.0.0.1:{port} ", words, "Choose another MASTER_PORT"):
+            assert text in told
 
 
 def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoStrategy, TwoShot
+from lightning_sdiloco import StreamingDiLoCoStrategy, TwoShot
 from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
@@ -23,61 +23,66 @@ from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.fits import LIGHTNING, SomeBatches, fit, module, trainer
 from tests.lightning.uneven_fits import same
-from tests.ranks import run_processes
-from tests.training import inner_optimizer, mlp, train_step
+from tests.ranks import agreed, in_ranks
+from tests.training import mlp
 
 AUTO = {"sync_every": "auto", "overlap_steps": "auto", "fragments": "auto", "compression": "auto"}
 # So slow that training cannot go on for every round: what is chosen is not the first candidate.
 SLOW = Link(gbit_s=5e-6, round_trip=0.05)
 
 
+def net() -> nn.Module:
+    return nn.Sequential(*mlp(), nn.BatchNorm1d(3))
+
+
+def made(*args: Any, **choices: Any) -> Any:
+    return module(*args, **choices, net=net())
+
+
 def told(trainer: Any, model: Any) -> dict[str, Any]:
     strategy, settings = trainer.strategy, trainer.strategy.engine.settings
-    names = (*AUTO, "exchange")
     return {
-        "settings": {name: getattr(settings, name) for name in names},
+        "settings": {name: getattr(settings, name) for name in (*AUTO, "exchange")},
         "measured": strategy.measured,
         "sent": strategy.topology.exchange.bytes_sent if strategy.topology.num_groups > 1 else 0,
+        "held": {name: values.clone() for name, values in model.state_dict().items()},
     }
 
 
 def of_planner(measured: Measured, *candidates: Settings) -> dict[str, Any]:
     groups = Groups(measured.step_time, groups=2, memory_rate=1e10)
-    own = recommend(Model.of_parameters(trainable(module())), groups, measured.link, *candidates).settings
+    own = recommend(Model.of_parameters(trainable(net())), groups, measured.link, *candidates).settings
     return {name: getattr(own, name) for name in AUTO}
 
 
 def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
-    return choice(names, Settings(**given), mlp(), Topology.simulated(2)[0], Measured(0.05, link))
+    return choice(names, Settings(**given), net(), Topology.simulated(2)[0], Measured(0.05, link))
 
 
-@pytest.fixture
-def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured numbers, which would be others in every run: forked ranks inherit them."""
-    monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: SLOW)
-    monkeypatch.setattr(Options, "step_time", lambda self: 0.05)
+def on_a_slow_link() -> None:
+    """Fixes the measured numbers in a rank, which would be others in every run."""
+    auto_settings.measure_link = lambda topology, timeout: SLOW  # type: ignore[assignment, misc]
+    Options.step_time = lambda self: 0.05  # type: ignore[method-assign]
 
 
 # What is chosen
 
 
-def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        return fit(rank, world_size, world_size, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told)
-
-    first, second = run_processes(run, 2)
-    (settings, measured, sent), other = first["inspected"].values(), second["inspected"]
-    assert (settings, measured) == (other["settings"], other["measured"])
+@in_ranks(2)
+def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
+    trained = fit(rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told, make=made)
+    settings, measured, sent, _ = trained["inspected"].values()
+    assert agreed([settings, measured])
     # All candidates with the compression that was given, which the first that suffices has too on a fast link.
     assert {name: settings[name] for name in AUTO} == of_planner(measured)
     assert all(0 < seconds < 1 for seconds in (measured.step_time, measured.link.round_trip))
     assert measured.link.gbit_s > 0.01
     assert 2**16 <= sent <= 3 * 2**24, "messages tell enough, and take no longer than that needs"
-    assert first["report"]["landings"] > 0
+    assert trained["report"]["landings"] > 0
     # One group has nothing to measure.
-    (alone,) = run_processes(run, 1)
-    assert alone["inspected"]["measured"] is None
-    assert alone["inspected"]["settings"]["sync_every"] == 30
+    alone = fit(rank, 2, 1, 40, AUTO, LIGHTNING, "sgd", told)["inspected"]
+    assert alone["measured"] is None
+    assert alone["settings"]["sync_every"] == 30
 
 
 def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_what_is_given_is_kept() -> None:
@@ -91,59 +96,35 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
         assert taken.get("overlap_steps", 0) < 60
 
 
-@pytest.mark.usefixtures("slow_link")
-def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_one_with_it() -> None:
+@in_ranks(2)
+def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_one_with_it(rank: int) -> None:
+    on_a_slow_link()
     slow = chosen(SLOW, *AUTO)
     expected = of_planner(Measured(0.05, SLOW), auto_settings.candidates_among(tuple(AUTO), Settings()))
     assert slow == expected != chosen(Link(10.0), *AUTO)
-
-    def run(rank: int, world_size: int) -> Any:
-        return [fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told) for choices in (AUTO, slow)]
-
+    auto, explicit = (fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=made) for choices in (AUTO, slow))
+    assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow
+    assert auto["report"]["landings"] > 2
+    assert explicit["inspected"]["measured"] is None
+    assert same(auto["inspected"]["held"], explicit["inspected"]["held"])
+    assert same(auto["outer"], explicit["outer"])
     untimed = {"exposed_wait_s": 0, "in_flight_s": 0}
-    for auto, explicit in run_processes(run, 2):
-        assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow
-        assert auto["report"]["landings"] > 2
-        assert explicit["inspected"]["measured"] is None
-        assert same(auto["model"], explicit["model"])
-        assert same(auto["outer"], explicit["outer"])
-        assert {**auto["report"], **untimed} == {**explicit["report"], **untimed}
-
-
-def test_an_engine_chooses_as_if_from_the_start() -> None:
-    def run(change_at: int) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        optimizer = inner_optimizer("sgd", model)
-        wanted = Settings(sync_every=6, overlap_steps=2, fragments="sequential:1")
-        start = wanted if change_at == 0 else replace(wanted, sync_every=100, overlap_steps=0, fragments="strided")
-        engine = StreamingDiLoCo(model, **vars(start))
-        for step in range(1, 20):
-            train_step(model, optimizer, 0, step)
-            engine.step()
-            if step == change_at:
-                engine.choose(wanted)
-                assert {fragment["trained"] for fragment in engine.state_dict()["fragments"]} == {change_at}
-        engine.finish()
-        return {**engine.outer_state_dict(), "mean": model.get_buffer("1.running_mean")}
-
-    assert same(run(4), run(0))
-    with pytest.raises(RuntimeError, match="before the first launch only"):
-        run(6)
+    assert {**auto["report"], **untimed} == {**explicit["report"], **untimed}
 
 
 # Checkpoints
 
 
-def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: int, tmp_path: Path) -> None:
     """By as many groups and by others; a fit after it chooses anew."""
     saved, own = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}, recommended()._asdict()
     path = tmp_path / "given.ckpt"
 
-    def play(rank: int, groups: int, fits: list[tuple[int, Path | None]], **choices: Any) -> list[Any]:
+    def numbers(groups: int, *fits: tuple[int, Path | None], **choices: Any) -> list[Any]:
         seen, model = [], module(seed=rank)
         strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
-        runner = trainer(strategy=strategy, devices=groups, max_steps=6)
+        runner = trainer(strategy=strategy, devices=2, max_steps=6)
         for steps, resume in fits:
             runner.fit_loop.epoch_loop.max_steps = steps
             runner.fit(model, SomeBatches(rank, 20), ckpt_path=resume)
@@ -152,41 +133,34 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(tmp_path
             runner.save_checkpoint(path)
         return seen
 
-    def of_two(rank: int, world_size: int) -> Any:
-        play(rank, 2, [(6, None)], **saved)
-        return play(rank, 2, [(10, path), (14, None)]), play(rank, 2, [(10, path)], resume="restart")
-
-    def of_one(rank: int, world_size: int) -> Any:
-        return play(rank, 1, [(10, path), (14, None)])
-
-    assert run_processes(of_two, 2) == [([saved, own], [own])] * 2
-    assert run_processes(of_one, 1) == [[saved, own]]
+    numbers(2, (6, None), **saved)
+    assert numbers(2, (10, path), (14, None)) == [saved, own]
+    assert numbers(1, (10, path), (14, None)) == [saved, own]
+    assert numbers(2, (10, path), resume="restart") == [own]
 
 
-@pytest.mark.parametrize("saved_at", [40, 5])
-@pytest.mark.usefixtures("slow_link")
-def test_a_resumed_fit_goes_on_exactly(saved_at: int, tmp_path: Path) -> None:
+@in_ranks(2)
+def test_a_resumed_fit_goes_on_exactly(rank: int, tmp_path: Path) -> None:
     """After the choice, which is then taken from the checkpoint, and before it."""
 
-    def play(rank: int, ckpt_path: str | None) -> Any:
+    def play(every: int, ckpt_path: Path | None = None) -> Any:
         torch.manual_seed(rank)
-        saving = ModelCheckpoint(dirpath=tmp_path, filename="{step}", every_n_train_steps=saved_at, save_top_k=-1)
+        saving = ModelCheckpoint(tmp_path / str(every), filename="{step}", every_n_train_steps=every, save_top_k=-1)
         more = {"max_steps": 60, "max_epochs": -1, "callbacks": [saving], "enable_checkpointing": True}
         runner, model = trainer(strategy=StreamingDiLoCoStrategy(**AUTO), devices=2, **more), module(seed=rank)
-        runner.fit(model, SomeBatches(rank, saved_at), ckpt_path=ckpt_path)
-        return told(runner, model), {name: p.detach().clone() for name, p in model.net.named_parameters()}
+        runner.fit(model, SomeBatches(rank, every), ckpt_path=ckpt_path)
+        return told(runner, model)
 
-    def run(rank: int, world_size: int) -> Any:
-        whole = play(rank, None)
-        if saved_at == 40:
-            # Another measurement would lead to another choice.
+    for every in (5, 40):
+        on_a_slow_link()
+        one = play(every)
+        # Another measurement would lead to another choice.
+        if every == 40:
             auto_settings.measure_link = lambda topology, timeout: Link(100.0)  # type: ignore[assignment, misc]
-        return whole, play(rank, str(tmp_path / f"step={saved_at}.ckpt"))
-
-    for (one, model), (other, resumed) in run_processes(run, 2):
+        other = play(every, tmp_path / str(every) / f"step={every}.ckpt")
         assert other["settings"] == one["settings"]
-        assert (other["measured"] is None) == (saved_at == 40)
-        assert same(model, resumed)
+        assert same(other["held"], one["held"])
+        assert (other["measured"] is None) == (every == 40)
 
 
 # What is said, and what is refused
@@ -204,7 +178,8 @@ def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) ->
     assert (step, told) == (8, [50, 4, 5e-6])
 
 
-def test_auto_is_refused_where_it_means_nothing() -> None:
+@in_ranks(2)
+def test_auto_is_refused_where_it_means_nothing(rank: int) -> None:
     for choices, words in (
         ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
         ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
@@ -216,26 +191,23 @@ def test_auto_is_refused_where_it_means_nothing() -> None:
         with pytest.raises(ValueError, match=words):
             StreamingDiLoCoStrategy(**choices)  # type: ignore[arg-type]
 
-    def in_one_rank_alone(rank: int, world_size: int) -> None:
-        words = "settings of the strategy differ.*sync_every is 50 on rank 0, 'auto' on rank 1"
-        with pytest.raises(ValueError, match=f"(?s){words}"):
-            fit(rank, world_size, 2, 5, {"sync_every": "auto" if rank else 50})
-
-    run_processes(in_one_rank_alone, 2)
+    words = "settings of the strategy differ.*sync_every is 50 on rank 0, 'auto' on rank 1"
+    with pytest.raises(ValueError, match=f"(?s){words}"):
+        fit(rank, 2, 2, 5, {"sync_every": "auto" if rank else 50})
 
 
-def test_links_are_measured_for_two_shots_whose_parts_suit_them(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_ranks(3)
+def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> None:
     def skewed(topology: Topology, timeout: float, to: int) -> Link:
         found = measure_link(topology, timeout, to)
         assert found.gbit_s > 0.001
         return replace(found, gbit_s=[2.0, 1.99, 1.0][to])
 
-    monkeypatch.setattr(auto_settings, "measure_link", skewed)
+    auto_settings.measure_link = skewed  # type: ignore[assignment]
     choices = {"sync_every": 10, "overlap_steps": 2, "exchange": TwoShot(), "compression": "fp4"}
-    trained = run_processes(fit, 3, 3, 14, choices, LIGHTNING, "sgd", told)
-    exchanges = [rank["inspected"]["settings"]["exchange"] for rank in trained]
-    assert exchanges == [TwoShot(links=(2.0, 2.0, 1.0))] * 3
-    assert same(trained[0]["outer"], trained[2]["outer"])
+    trained = fit(rank, 3, 3, 14, choices, LIGHTNING, "sgd", told)
+    assert trained["inspected"]["settings"]["exchange"] == TwoShot(links=(2.0, 2.0, 1.0))
+    assert agreed(trained["outer"])
     # Until they are measured, and from a checkpoint, they have the backend that was asked for.
     options = StreamingDiLoCoStrategy(3, **{**choices, "exchange": TwoShot(backend="nccl")})._options
     assert kind_and_backend(options.settings.exchange) == ("two_shot", "nccl")

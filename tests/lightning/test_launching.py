@@ -31,13 +31,12 @@ OTHER = "pytorch_lightning"
 HERE = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 MODEL = """
-import multiprocessing, os, sys, time
+import multiprocessing, sys, time
 import torch
-from {distribution} import LightningModule, Trainer
+from {distribution} import LightningModule
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco.{file} import StreamingDiLoCoStrategy
+from tests import fits
 
 
 class Net(LightningModule):
@@ -47,11 +46,15 @@ class Net(LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
     def train_dataloader(self):
-        generator = torch.Generator().manual_seed(0)
-        x, y = torch.randn(80, 5, generator=generator), torch.randn(80, 3, generator=generator)
-        return DataLoader(TensorDataset(x, y), batch_size=4)
+        return fits.SomeBatches(self.global_rank, 20)
 
     def training_step(self, batch, index):
+        if ENDS:
+            if self.global_step == 3:
+                open(f"{self.global_rank}.trains", "w").close()
+            if self.global_step == 6 and ENDS == f"exception in rank {self.global_rank}":
+                raise ArithmeticError("boom")
+            time.sleep(0.02)
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
@@ -60,23 +63,10 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-class Slow(Net):
-    def training_step(self, batch, index):
-        if self.global_step == 3:
-            open(f"{self.global_rank}.trains", "w").close()
-        if self.global_step == 6 and sys.argv[2] == str(self.global_rank):
-            raise ArithmeticError("boom")
-        time.sleep(0.02)
-        return super().training_step(batch, index)
-
-
-quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
-short = dict(sync_every=4, overlap_steps=2, fragments=[["*"]])
-
-
-def fit(net, start_method):
-    strategy = StreamingDiLoCoStrategy(start_method=start_method, **short)
-    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=9, enable_checkpointing=False, **quiet)
+def fit(net, start_method, **choices):
+    short = dict(sync_every=4, overlap_steps=2, fragments=[["*"]])
+    strategy = fits.strategy("{distribution}", start_method=start_method, **short)
+    trainer = fits.trainer("{distribution}", devices=2, strategy=strategy, **choices)
     trainer.fit(net)
     outer = strategy.outer_state_dict()
     assert len(strategy.fragments) == strategy.schedule.fragments == 1
@@ -88,30 +78,18 @@ def fit(net, start_method):
         print("fitted", same, report["inner_steps"], report["launches"], f"{total:.17g}", logged)
 
 
-if __name__ == "__main__" and len(sys.argv) > 2:
-    strategy = StreamingDiLoCoStrategy(start_method=sys.argv[1], **short)
-    Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=5000, **quiet).fit(Slow())
-elif __name__ == "__main__" and len(sys.argv) > 1:
+START, ENDS = (*sys.argv[1:3], "", "")[:2]
+if __name__ == "__main__" and START:
     # Both processes of the fork server have then imported it.
-    multiprocessing.set_forkserver_preload(["lightning_sdiloco.{file}"])
-    fit(Net(), sys.argv[1])
-"""
-
-FABRIC = """
-from lightning.fabric import Fabric
-
-from lightning_sdiloco import StreamingDiLoCoFabricStrategy
-
-strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, start_method="popen")
-Fabric(accelerator="cpu", devices=2, strategy=strategy).launch()
+    multiprocessing.set_forkserver_preload(["lightning_sdiloco.pytorch_lightning", "lightning_sdiloco"])
+    fit(Net(), START, **(dict(max_steps=5000, enable_checkpointing=True) if ENDS else dict(max_steps=9)))
 """
 
 
-def written(folder: Path, text: str = MODEL, distribution: str = LIGHTNING) -> Path:
-    """A file with a program for one distribution."""
-    file = "lightning_pytorch" if distribution == LIGHTNING else distribution
+def written(folder: Path, distribution: str = LIGHTNING) -> Path:
+    """A file with the program for one distribution."""
     path = folder / "train.py"
-    path.write_text(text.replace("{distribution}", distribution).replace("{file}", file))
+    path.write_text(MODEL.replace("{distribution}", distribution))
     return path
 
 
@@ -135,12 +113,12 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         f"exec(open({str(written(tmp_path))!r}).read())",
         "net = Net()",
         "net.net(torch.randn(4, 5)).sum().backward()",
-        "fit(net, 'fork')",
-        "fit(net, 'fork')",
-        "try: Trainer(strategy='streaming_diloco', accelerator='cpu', devices=2)",
+        "fit(net, 'fork', max_steps=9)",
+        "fit(net, 'fork', max_steps=9)",
+        "try: fits.trainer(strategy='streaming_diloco', devices=2)",
         "except Exception as error: print('refused', error)",
         "",
-        "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy",
+        "strategy = fits.trainer(strategy='streaming_diloco_notebook', devices=2).strategy",
         "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
     known = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
@@ -206,38 +184,34 @@ def in_session(session: int | None) -> list[str]:
 )
 def test_however_a_training_ends_no_process_is_left(start_method: str, end: str, tmp_path: Path) -> None:
     """Ctrl-C goes to all processes, other signals to the main one, which saves what a termination ends."""
-    failing = end[-1] if "exception" in end else ""
-    with main_process(written(tmp_path), start_method, failing) as main:
+    with main_process(written(tmp_path), start_method, end) as main:
         assert until(lambda: len(list(tmp_path.glob("*.trains"))) == 2, 90), (tmp_path / "stderr").read_text()
-        if not failing:
+        if "exception" not in end:
             number = signal.SIGTERM if end == "SIGTERM" else signal.SIGINT
             (os.killpg if end == "Ctrl-C" else os.kill)(main.pid, number)  # type: ignore[arg-type]
     told = (tmp_path / "stderr").read_text()
-    if end == "SIGTERM":
-        (saved,) = tmp_path.rglob("terminated-step=*.ckpt")
-        assert told.count("To go on from there") == 1
-        assert f"To go on from there: trainer.fit(..., ckpt_path={str(saved)!r})" in told
-        return
-    assert main.exitcode != 0
-    if failing:
+    saved = [str(path) for path in tmp_path.rglob("terminated-step=*.ckpt")]
+    ways_on = re.findall(r"To go on from there: trainer.fit\(..., ckpt_path='(.*)'\)", told)
+    assert (len(saved), ways_on) == (end == "SIGTERM", saved)
+    assert end == "SIGTERM" or main.exitcode != 0
+    if "exception" in end:
         assert "ArithmeticError: boom" in told
         # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
-        named = rf"Rank {failing} .*failed first|rank: {failing}\]|Process {failing} terminated"
-        assert re.search(f"{named}|Rank 0, which keeps word", told)
+        named = r"Rank 1 .*failed first|rank: 1\]|Process 1 terminated|Rank 0, which keeps word"
+        assert re.search(named, told)
 
 
 @pytest.mark.parametrize(
     ("start_method", "program", "told"),
     [
-        ("fabric", "store", "is taken by another training"),
+        ("popen", "store", "is taken by another training"),
         ("fork", "http", "answers, but is no torch TCPStore"),
     ],
 )
 def test_a_port_that_is_taken_is_named_and_ends_all_processes(
     start_method: str, program: str, told: str, tmp_path: Path
 ) -> None:
-    script = written(tmp_path, FABRIC if start_method == "fabric" else MODEL)
-    with listening(program) as port, main_process(script, start_method, MASTER_PORT=str(port)) as main:
+    with listening(program) as port, main_process(written(tmp_path), start_method, MASTER_PORT=str(port)) as main:
         main.join(timeout=100)
     output = (tmp_path / "stderr").read_text()
     assert main.exitcode == 1

@@ -122,7 +122,7 @@ def test_compressions_and_schedules_come_by_their_class_paths_and_arguments_over
         assert words in str(refused.value)
 
 
-def test_print_config_and_help_show_every_argument_and_nothing_else(tmp_path: Path) -> None:
+def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:
     def printed(**given: Any) -> dict[str, Any]:
         config: dict[str, Any] = yaml.safe_load(run(tmp_path, "--print_config", **given))
         return dict(config["trainer"]["strategy"]["init_args"])
@@ -131,14 +131,6 @@ def test_print_config_and_help_show_every_argument_and_nothing_else(tmp_path: Pa
         defaults = {name: parameter.default for name, parameter in inspect.signature(kind).parameters.items()}
         arguments = printed(sharded=kind is StreamingDiLoCoModelParallelStrategy)
         assert list(arguments.items()) == list({**defaults, "timeout": "0:30:00"}.items())
-    shown = run(tmp_path, f"--trainer.strategy.help={OURS['lightning.pytorch']}")
-    for sentence in (
-        "--trainer.strategy.sync_every SYNC_EVERY Inner steps between two launches of the same fragment (H in the",
-        "Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a",
-        "How long a fragment may be in flight, and the timeout of Lightning's own process groups.",
-        "Arguments for DistributedDataParallel inside a worker group.",
-    ):
-        assert sentence in " ".join(shown.split())
     # Policies and routes by class path.
     chosen: dict[str, Any] = {
         "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},

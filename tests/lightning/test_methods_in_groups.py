@@ -32,7 +32,7 @@ from tests import fits, sharded
 from tests.fits import play
 from tests.lightning.test_checkpoint import saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import in_ranks, run_ranks
 from tests.sharded import whole
 from tests.training import batch, inner_optimizer, mlp
 
@@ -113,18 +113,18 @@ def in_shards(rank: int, world_size: int) -> Held:
 
 def test_groups_that_share_a_sharded_model_do_what_the_simulation_does() -> None:
     expected = in_simulation(sharded.even)
+    # The ranks of a group add up in another order.
+    close = partial(torch.allclose, atol=1e-6)
     for rank, held in enumerate(run_ranks(in_shards, 2 * GROUPS, timeout=110.0)):
-        for name, values in held.items():
-            # The ranks of a group add up in another order.
-            close = [torch.allclose(*both, atol=1e-6) for both in zip(values, expected[rank // 2][name], strict=True)]
-            assert all(close), name
+        assert [name for name in METHODS if not all(map(close, held[name], expected[rank // 2][name]))] == []
 
 
-def in_fabric(rank: int, world_size: int, folder: Path) -> Held:
-    held: Held = {}
+@in_ranks(GROUPS, timeout=110.0)
+def test_loops_of_fabric_do_what_the_simulation_does(rank: int, tmp_path: Path) -> None:
+    expected = in_simulation(mlp)[rank]
     for name, choices in METHODS.items():
         strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
-        fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
+        fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
         for step in range(1, STEPS + 1):
@@ -134,47 +134,36 @@ def in_fabric(rank: int, world_size: int, folder: Path) -> Held:
             optimizer.step()
         if name in ROUTES:
             # A checkpoint holds what evaluation shows, and neither moves anything.
-            before = [parameter.detach().clone() for parameter in net.parameters()]
-            fabric.save(folder / name, {"model": model, "optimizer": optimizer})
+            fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
             with strategy.evaluate():
-                assert unequal(torch.load(folder / name, weights_only=True)["model"], net.state_dict()) == []
-            assert all(map(torch.equal, before, net.parameters()))
-        held[name] = held_by(net, strategy.finish)
-    return held
+                assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
+        assert all(map(torch.equal, held_by(net, strategy.finish), expected[name])), name
 
 
-def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
-    ranks = run_processes(in_fabric, GROUPS, tmp_path, timeout=110.0)
-    for held, expected in zip(ranks, in_simulation(mlp), strict=True):
-        assert [name for name in METHODS if not all(map(torch.equal, held[name], expected[name]))] == []
-
-
-def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+@in_ranks(2 * GROUPS, timeout=110.0)
+def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(rank: int, tmp_path: Path) -> None:
     chosen = {**CHOICES, "fragments": [["*"]], **ROUTES["random"], "compression": "int8"}
     sizes: dict[str, Any] = {"groups": GROUPS, "sizes": (2, 1), "steps": 9, "inner": "adamw"}
-    fit = partial(sharded.fit, **chosen, **sizes, save_distributed_checkpoint=False)
-    save, path = saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6), tmp_path / "step=6.ckpt"
-    ranks = play(2 * GROUPS, {"plain": partial(fit, callbacks=save), "resumed": partial(fit, resume=str(path))})
-    held = [rank["trace"][6] for rank in ranks["plain"]]
+    fit = partial(sharded.fit, rank, 2 * GROUPS, **chosen, **sizes, save_distributed_checkpoint=False)
+    path = tmp_path / "step=6.ckpt"
+    plain = fit(callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6))
+    resumed = fit(resume=str(path))
+    every: list[Any] = [None] * 2 * GROUPS
+    torch.distributed.all_gather_object(every, plain["trace"][6])
     for name, values in torch.load(path, weights_only=True)["state_dict"].items():
-        assert torch.equal(values, held[0][f"outer {name}"])
+        assert torch.equal(values, every[0][f"outer {name}"])
         # The ranks of a group hold it in parts, the first of them by rows.
-        of_groups = [torch.cat([held[2 * group][name], held[2 * group + 1][name]]) for group in range(GROUPS)]
+        of_groups = [torch.cat([every[2 * group][name], every[2 * group + 1][name]]) for group in range(GROUPS)]
         assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), name
-    for one, other in zip(ranks["resumed"], ranks["plain"], strict=True):
-        assert {step: unequal(one["trace"][step], other["trace"][step]) for step in (7, 8)} == {7: [], 8: []}
-        assert unequal(one["model"], other["model"]) == []
+    assert [unequal(resumed["trace"][step], plain["trace"][step]) for step in (7, 8)] == [[], []]
+    assert unequal(resumed["model"], plain["model"]) == []
 
 
 # Trainers, with more than 100,000 parameters
 
 SHARED: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "exchange": "gather"}
 POLICIES: dict[str, dict[str, Any]] = {
-    "selective": {"schedule": Selective(0.4)},
-    "by norm": {"weighing": ByNorm()},
-    "z-score": {"weighing": ZScore(warmup=1)},
-    "by median": {"weighing": ByMedian()},
-    "carry": {"mixing": Carry()},
+    **{name: choices for name, choices in METHODS.items() if name not in ROUTES},
     "delayed nesterov": {"outer_optimizer": partial(DelayedNesterov, lr=0.7, momentum=0.9, every=2)},
     "random-k": {"compression": "random_k+memory"},
     "random block": {"compression": "random_block"},
@@ -202,11 +191,10 @@ def fitted(rank: int, world_size: int, name: str, folder: Path) -> list[Tensor]:
     if name == "drop compute":
         loader = DropCompute(2, budget=inf)(loader)
         more = {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(folder))]}
-    strategy = fits.strategy(worker_groups=2, **{**SHARED, **POLICIES[name]})
-    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=STEPS, use_distributed_sampler=False, **more)
-    model = fits.module(net=net(), inner="adamw")
-    trainer.fit(model, loader)
-    return [whole(parameter) for parameter in model.parameters()]
+    given: dict[str, Any] = {"trainer_choices": {"use_distributed_sampler": False, **more}, "loader": loader}
+    make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
+    trained = fits.fit(rank, 2, 2, STEPS, {**SHARED, **POLICIES[name]}, inner="adamw", make=make, **given)
+    return list(trained["model"].values())
 
 
 @pytest.mark.timeout(180)

@@ -26,9 +26,9 @@ from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, Stream
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
-from tests.fits import LIGHTNING, fit, play, said_by
+from tests.fits import LIGHTNING, fit, said_by
 from tests.methods import ByNorm
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 OTHER = "pytorch_lightning"
@@ -124,49 +124,43 @@ def test_the_ranks_of_a_group_add_up_what_they_see_of_their_shards(worlds: dict[
             assert getattr(shared.diagnostics, name) == pytest.approx(value, rel=1e-4), name
 
 
-def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_right(tmp_path: Path) -> None:
-    chosen: dict[str, dict[str, Any]] = {
-        "fp4": {},
-        "sparse": {"compression": "sparse"},
-        "policies": {"schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()},
-    }
-    true, shifts = time.time, {"fp4": 1000.0, "sparse": -1000.0, "policies": 0.0}
-
-    def watched(rank: int, world_size: int, name: str) -> Any:
-        time.time = lambda: true() + shifts[name] * rank
-        callbacks = [monitor(folder=str(tmp_path / name))]
-        return fit(rank, world_size, 2, 11, {**SHORT, **chosen[name]}, trainer_choices={"callbacks": callbacks})
-
-    def plain(rank: int, world_size: int, name: str) -> Any:
-        return fit(rank, world_size, 2, 11, {**SHORT, **chosen[name]})
-
-    def refused(rank: int, world_size: int) -> None:
-        callbacks = [monitor(folder=str(tmp_path), diagnostics=rank == 0)]
-        with pytest.raises(ValueError, match="diagnostics"):
-            fit(rank, world_size, 2, 6, SHORT, trainer_choices={"callbacks": callbacks})
-
-    cases: dict[str, Any] = {name: partial(plain, name=name) for name in chosen}
-    watching: dict[str, Any] = {f"{name} watched": partial(watched, name=name) for name in chosen}
-    found = play(2, {**cases, **watching, "not in all ranks": refused})
-    for name, shift in shifts.items():
-        for without, one in zip(found[name], found[f"{name} watched"], strict=True):
-            assert all(torch.equal(values, one["outer"][key]) for key, values in without["outer"].items()), name
-            assert without["report"]["bytes_sent"] == one["report"]["bytes_sent"], "no traffic between groups either"
+@in_ranks(2)
+def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_right(
+    rank: int, tmp_path: Path
+) -> None:
+    policies = {"schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()}
+    true = time.time
+    for name, choices, shift in (
+        ("fp4", {}, 1000.0),
+        ("sparse", {"compression": "sparse"}, -1000.0),
+        ("policies", policies, 0.0),
+    ):
+        plain = fit(rank, 2, 2, 11, {**SHORT, **choices})
+        time.time = lambda: true() + shift * rank  # noqa: B023  it is called before the next
+        watching = {"callbacks": [monitor(folder=str(tmp_path / name))]}
+        watched = fit(rank, 2, 2, 11, {**SHORT, **choices}, trainer_choices=watching)
+        assert all(torch.equal(values, watched["outer"][key]) for key, values in plain["outer"].items()), name
+        assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
+        torch.distributed.barrier()
         ranks = read_run(tmp_path / name).ranks
         began = json.loads((tmp_path / name / "rank_00001.jsonl").read_text().splitlines()[0])["time"]
         assert ranks[1].starts[0][0] == pytest.approx(began - shift, abs=5)
-        mine, theirs = ({(f.launched_at, f.fragment, f.final): f.spans for f in rank.landings} for rank in ranks)
+        mine, theirs = ({(f.launched_at, f.fragment, f.final): f.spans for f in own.landings} for own in ranks)
         assert mine.keys() == theirs.keys() != set()
         for flight, spans in mine.items():
             other = theirs[flight]
             assert max(spans["launch"][0], other["launch"][0]) < min(spans["flight"][1], other["flight"][1]) + 1e-6
     settings = ranks[0].about["settings"]
     assert settings | {"mixing": "Carry()", "schedule": repr(Selective())} == settings
-    with pytest.raises(ValueError, match="the strategy is SingleDeviceStrategy"):
-        fits.trainer(callbacks=[monitor()], max_steps=1).fit(fits.module(), [0])
+    not_in_all_ranks = {"callbacks": [monitor(folder=str(tmp_path), diagnostics=rank == 0)]}
+    with pytest.raises(ValueError, match="diagnostics"):
+        fit(rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
+    with pytest.raises(ValueError, match="the strategy is DDPStrategy"):
+        fits.trainer(strategy="ddp", devices=2, callbacks=[monitor()], max_steps=1).fit(fits.module(), [0])
 
 
-def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(rank: int, tmp_path: Path) -> None:
     path = tmp_path / "rank_00001.jsonl"
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -174,28 +168,22 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(tm
         """The file of rank 1 has room for a part of a line."""
 
         def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_rank == 1 and trainer.global_step in (6, 9):
+            if rank == 1 and trainer.global_step in (6, 9):
                 room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
 
-    def run(rank: int, world_size: int) -> Any:
-        said, steps = said_by("lightning_sdiloco"), []
-        for callbacks in ([Full()], []):
-            choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
-            steps.append(fit(rank, world_size, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"])
-        return steps, [text for text in said if "cannot be written" in text]
-
     with pytest.raises(ValueError, match=r"holds no records \(rank_00000.jsonl and so on\). Give the folder"):
         read_run(tmp_path)
-    (first, unsaid), (second, said) = run_processes(run, 2)
-    assert (first, second, unsaid, len(said), str(path) in said[0]) == ([11, 11], [11, 11], [], 1, True)
+    said = said_by("lightning_sdiloco")
     # The next start of the run does not suffer from half a line.
+    for callbacks in ([Full()], []):
+        choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
+        assert fit(rank, 2, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"] == 11
+    assert [f"{path} " in text for text in said if "cannot be written" in text] == [True] * rank
+    torch.distributed.barrier()
     ranks = read_run(tmp_path).ranks
-    assert [[step.step for step in rank.steps] for rank in ranks] == [
-        [*range(1, 12)] * 2,
-        [*range(1, 7), *range(1, 12)],
-    ]
-    assert [len(rank.starts) for rank in ranks] == [2, 2]
+    assert [[step.step for step in own.steps] for own in ranks] == [[*range(1, 12)] * 2, [*range(1, 7), *range(1, 12)]]
+    assert [len(own.starts) for own in ranks] == [2, 2]
 
 
 def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_is_shown_nowhere() -> None:
@@ -265,10 +253,9 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
         loggers = [kind(folder, "", "") for kind, folder in ((of.CSVLogger, tmp_path), (of.TensorBoardLogger, board))]
         watch = monitor(OTHER, diagnostics=True)
         more = {"callbacks": [watch], "logger": loggers, "log_every_n_steps": 2, "val_check_interval": 4}
-        strategy = fits.strategy(OTHER, worker_groups=3, **SHORT)
-        trainer = fits.trainer(OTHER, strategy=strategy, devices=3, max_steps=15, **more)
-        model = fits.module(OTHER, seed=rank, validation_step=validation_step)
-        trainer.fit(model, fits.SomeBatches(rank, 16), fits.SomeBatches(0, 2))
+        loaders = {"loader": fits.SomeBatches(rank, 16), "validation": fits.SomeBatches(0, 2)}
+        make = partial(fits.module, validation_step=validation_step)
+        fit(rank, 3, 3, 15, SHORT, OTHER, trainer_choices=more, make=make, **loaders)
 
     board = tmp_path / "board"
     run_processes(run, 3)
@@ -304,8 +291,9 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
         assert tested == [(step, "val_loss", True) for step in (4, 8, 12)]
 
 
+@in_ranks(2)
 def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and_rich_in_a_line_more_than_with_ddp(
-    distribution: str,
+    rank: int, distribution: str
 ) -> None:
     callbacks = importlib.import_module(f"{distribution}.callbacks")
 
@@ -322,23 +310,23 @@ def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and
                     console.print(bar.progress.get_renderable())
                 self.lines = len(captured.get().strip().splitlines())
 
-    def run(rank: int, world_size: int) -> Any:
-        found, ours = [], partial(fits.strategy, distribution, worker_groups=2, **{**SHORT, "overlap_steps": 3})
-        rich = partial(callbacks.RichProgressBar, console_kwargs={"width": 80})
-        for bar, strategy in ((callbacks.TQDMProgressBar(), ours()), (rich(), ours()), (rich(), "ddp")):
-            more = {"callbacks": [bar, look := Look()], "enable_progress_bar": True, "max_steps": 12}
-            trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, **more)
-            trainer.fit(fits.module(distribution, seed=rank), fits.SomeBatches(rank, 20))
-            found.append((look.lines, look.metrics))
-        return found
+    def fitted(bar: Any, strategy: Any) -> Any:
+        more = {"callbacks": [bar, look := Look()], "enable_progress_bar": True, "max_steps": 12}
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, **more)
+        trainer.fit(fits.module(distribution, seed=rank), fits.SomeBatches(rank, 20))
+        return look
 
-    (_, metrics), (lines, of_rich), (of_ddp, _) = run_processes(run, 2)[0]
-    assert 0 < of_ddp <= lines <= of_ddp + 1
-    assert "outer_step" in of_rich[0], "there is room for no more"
+    ours = partial(fits.strategy, distribution, worker_groups=2, **{**SHORT, "overlap_steps": 3})
+    rich = partial(callbacks.RichProgressBar, console_kwargs={"width": 80})
+    metrics = fitted(callbacks.TQDMProgressBar(), ours()).metrics
     assert metrics[0].keys() >= {"outer_step", "in_flight", "exposed_wait", "link"}
     assert (metrics[0]["exposed_wait"], metrics[0]["link"]) == ("-", "-")
     assert metrics[8]["exposed_wait"].endswith(" ms")
     assert metrics[8]["link"].endswith("bit/s") or metrics[8]["link"] == "-"
+    of_rich, of_ddp = fitted(rich(), ours()), fitted(rich(), "ddp")
+    assert "outer_step" in of_rich.metrics[0], "there is room for no more"
+    assert of_ddp.lines <= of_rich.lines <= of_ddp.lines + 1
+    assert (of_ddp.lines > 0) == (rank == 0)
 
 
 # Records and timeline

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -15,94 +16,92 @@ from torchmetrics import MeanMetric
 
 from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 from tests import fits
-from tests.fits import LIGHTNING, fit, play, said_by
-from tests.ranks import run_processes
+from tests.fits import LIGHTNING, fit, said_by
+from tests.ranks import agreed, in_ranks
 from tests.training import batch, inner_optimizer, mlp
 
 STALLED_AT, STALL_SECONDS = 30, 2.0
 
 
-def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(distribution: str, tmp_path: Path) -> None:
+@in_ranks(4)
+def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
     """With everything on that Lightning would broadcast at every batch, and all that a batch may gather."""
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        rank = float(self.global_rank)
         if index + 1 == STALLED_AT and rank >= 2:
             time.sleep(STALL_SECONDS)
         self.started[index + 1] = time.monotonic()
-        self.computed.update(rank)
-        self.seen = [*self.all_gather(torch.tensor(rank)).tolist()]
-        self.seen += [float(self.computed.compute()), float(self.logged(rank))]
+        self.computed.update(float(rank))
+        self.seen = [*self.all_gather(torch.tensor(float(rank))).tolist()]
+        self.seen += [float(self.computed.compute()), float(self.logged(float(rank)))]
         self.log("metric", self.logged, on_step=False, on_epoch=True)
         loss = self.loss(parts)
         self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        self.log("rank", rank, sync_dist=True)
+        self.log("rank", float(rank), sync_dist=True)
         return loss
 
     def on_train_batch_end(self: Any, *args: Any) -> None:
         self.log("after", 1.0, sync_dist=True)
         self.per_batch = float(self.trainer.callback_metrics["rank"])
 
-    def run(rank: int, world_size: int) -> Any:
-        def make(*args: Any, **kwargs: Any) -> Any:
-            hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
-            model = fits.module(*args, **kwargs, **hooks, started={})
-            model.computed, model.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
-            return model
+    def make(*args: Any, **kwargs: Any) -> Any:
+        hooks = {"training_step": training_step, "on_train_batch_end": on_train_batch_end}
+        model = fits.module(*args, **kwargs, **hooks, started={})
+        model.computed, model.logged = MeanMetric(), MeanMetric(dist_sync_on_step=True)
+        return model
 
-        def inspect(trainer: Any, module: Any) -> Any:
-            targets = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
-            replaced = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
-            replaced |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
-            assert not any(replaced & set(vars(target)) for target in targets), "undone after the fit"
-            assert module.computed.dist_sync_fn is None
-            per_epoch = [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
-            return module.started, (*module.seen, module.per_batch), per_epoch
+    def inspect(trainer: Any, module: Any) -> Any:
+        targets = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
+        replaced = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
+        replaced |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
+        assert not any(replaced & set(vars(target)) for target in targets), "undone after the fit"
+        assert module.computed.dist_sync_fn is None
+        return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
 
-        callbacks = importlib.import_module(distribution).callbacks
-        checkpoint = callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
-        more = {"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True}
-        choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
-        trained = fit(rank, 4, 2, 45, choices, distribution, inspect=inspect, trainer_choices=more, make=make)
-        return trained["inspected"]
-
-    started, seen, per_epoch = zip(*run_processes(run, 4), strict=True)
-    # One launch landed at 25, the next is at 40: in between group 0 must not wait.
-    assert started[0][39] < started[3][STALLED_AT]
-    # And it does wait, at the landing after inner step 45 at the latest, or the test would show nothing.
-    assert len(started[0]) == len(started[3]) == 45
+    callbacks = importlib.import_module(distribution).callbacks
+    checkpoint = callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
+    more = {"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True}
+    choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
+    model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, inspect=inspect, trainer_choices=more, make=make)[
+        "inspected"
+    ]
     # What is gathered, computed or logged in a batch is of the group, and what is logged of an epoch of the world.
-    assert seen == ((0.0, 1.0, 0.5, 0.5, 0.5),) * 2 + ((2.0, 3.0, 2.5, 2.5, 2.5),) * 2
-    assert per_epoch == (per_epoch[0],) * 4
-    assert per_epoch[0][0] == 1.5
+    first = rank // 2 * 2.0
+    assert [*model.seen, model.per_batch] == [first, first + 1, first + 0.5, first + 0.5, first + 0.5]
+    assert per_epoch[0] == 1.5
+    assert agreed(per_epoch)
+    # One launch landed at 25, the next is at 40: in between group 0 must not wait. And it does wait, at the landing
+    # after inner step 45 at the latest, or the test would show nothing.
+    started: list[Any] = [None] * 4
+    dist.all_gather_object(started, model.started)
+    assert started[0][39] < started[3][STALLED_AT]
+    assert len(started[0]) == len(started[3]) == 45
 
 
+@in_ranks(2)
 def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_by_time_are_saved_so(
-    distribution: str, tmp_path: Path
+    rank: int, distribution: str, tmp_path: Path
 ) -> None:
     def slow(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         time.sleep(0.02)
         return self.loss(parts)
 
-    def run(rank: int, world_size: int) -> tuple[int, list[int]]:
-        saved: list[int] = []
+    class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):  # type: ignore[misc]
+        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            saved.append(trainer.global_step)
+            super()._save_checkpoint(trainer, filepath)
 
-        class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):  # type: ignore[misc]
-            def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-                saved.append(trainer.global_step)
-                super()._save_checkpoint(trainer, filepath)
-
-        # The ranks' own clocks would make them save after different steps.
-        interval = timedelta(seconds=0.3 + 0.2 * rank)
-        callbacks = [Noting(tmp_path, train_time_interval=interval, save_top_k=-1)]
-        more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
-        choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-        make = partial(fits.module, training_step=slow)
-        trained = fit(rank, world_size, 2, 10_000, choices, distribution, trainer_choices=more, make=make)
-        return trained["report"]["inner_steps"], saved
-
-    (steps, saved), other = run_processes(run, 2)
-    assert (steps, saved) == other
+    saved: list[int] = []
+    # The ranks' own clocks would make them save after different steps.
+    interval = timedelta(seconds=0.3 + 0.2 * rank)
+    callbacks = [Noting(tmp_path, train_time_interval=interval, save_top_k=-1)]
+    more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
+    choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
+    make = partial(fits.module, training_step=slow)
+    steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)["report"]["inner_steps"]
+    assert agreed([steps, saved])
     assert steps < 10_000
     assert len({*saved}) == len(saved) == len(list(tmp_path.glob("*.ckpt"))) >= 2
     assert {step % 10 for step in (steps, *saved)} == {3}, "decisions are read at a landing"
@@ -139,63 +138,65 @@ def of_group(module: Any, tensor: Tensor, index: int) -> Tensor:
     return module.all_gather(tensor, sync_grads=True)  # type: ignore[no-any-return]
 
 
-def test_a_gather_over_all_ranks_in_every_batch_is_said_once(tmp_path: Path) -> None:
+def said_of_gathering(rank: int, devices: int, distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
     """Of a module that normalises, measures and logs over all ranks, in a fit that validates, saves and may stop."""
 
-    cases: dict[int, dict[str, tuple[str, int, Any, bool]]] = {
-        2: {
-            "of the world": (LIGHTNING, 2, of_world, False),
-            "of the world, manual": ("pytorch_lightning", 2, of_world, True),
-            "of one group": (LIGHTNING, 1, of_world, False),
-            "now and then": (LIGHTNING, 2, now_and_then, False),
-        },
-        4: {"of the group": (LIGHTNING, 2, of_group, True)},
-    }
+    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = gather(self, self.net(parts[0]), index).square().mean()
+        self.mean.update(loss)
+        self.log("mean", self.mean)
+        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+        if manual:
+            self.manual_backward(loss)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+        return loss
 
-    def said(rank: int, devices: int, distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
-        def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            loss = gather(self, self.net(parts[0]), index).square().mean()
-            self.mean.update(loss)
-            self.log("mean", self.mean)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-            if manual:
-                self.manual_backward(loss)
-                self.optimizers().step()
-                self.optimizers().zero_grad()
-            return loss
+    def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.log("score", self.net(parts[0]).mean(), sync_dist=True)
 
-        def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.log("score", self.net(parts[0]).mean(), sync_dist=True)
-
-        net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-        steps = {"training_step": training_step, "validation_step": validation_step}
-        model = fits.module(distribution, "adamw", net=net, **steps)
-        model.mean, model.automatic_optimization = MeanMetric(), not manual
-        callbacks = importlib.import_module(distribution).callbacks
-        saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
-        strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-        chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
-        length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
-        trainer = fits.trainer(distribution, strategy=strategy, devices=devices, **chosen, **length)
-        said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
-        trainer.fit(model, batches, batches)
-        assert trainer.global_step == 12
-        return [text for text in said if "in a row" in text]
-
-    for devices, of_devices in cases.items():
-        found = play(
-            devices, {name: lambda *place, case=case: said(*place, *case) for name, case in of_devices.items()}
-        )
-        for name, (first, *others) in found.items():
-            assert len(first) == name.startswith("of the world"), name
-            assert others == [[]] * (devices - 1)
-            for text in first:
-                assert "group=trainer.strategy.topology.in_group.process_group" in text
-                assert "self.all_gather" in text
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
+    model = fits.module(distribution, "adamw", net=net, training_step=training_step, validation_step=validation_step)
+    model.mean, model.automatic_optimization = MeanMetric(), not manual
+    callbacks = importlib.import_module(distribution).callbacks
+    saving = callbacks.ModelCheckpoint("saved", every_n_train_steps=1, monitor="loss")
+    strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
+    chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
+    length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+    trainer = fits.trainer(distribution, strategy=strategy, devices=devices, **chosen, **length)
+    said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
+    trainer.fit(model, batches, batches)
+    assert trainer.global_step == 12
+    return [text for text in said if "in a row" in text]
 
 
-def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward() -> None:
-    def loop(rank: int, groups: int, in_batches: bool) -> int:
+@in_ranks(2)
+def test_a_gather_over_all_ranks_in_every_batch_is_said_once(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for distribution, groups, gather, manual, times in (
+        (LIGHTNING, 2, of_world, False, 1),
+        ("pytorch_lightning", 2, of_world, True, 1),
+        (LIGHTNING, 1, of_world, False, 0),
+        (LIGHTNING, 2, now_and_then, False, 0),
+    ):
+        told = said_of_gathering(rank, 2, distribution, groups, gather, manual)
+        assert len(told) == (times if rank == 0 else 0)
+        for text in told:
+            assert "group=trainer.strategy.topology.in_group.process_group" in text
+            assert "self.all_gather" in text
+
+
+@in_ranks(4)
+def test_a_gather_in_the_group_is_not_spoken_of(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said_of_gathering(rank, 4, LIGHTNING, 2, of_group, True) == []
+
+
+@in_ranks(2)
+def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward(rank: int) -> None:
+    for groups, in_batches, times in ((2, True, 1), (2, False, 0), (1, True, 0)):
         said = said_by("lightning_sdiloco")
         strategy = StreamingDiLoCoFabricStrategy(groups, sync_every=4, overlap_steps=1, warmup_steps=2)
         fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
@@ -212,10 +213,5 @@ def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and
             fabric.barrier()
         fabric.strategy.finish()
         told = [text for text in said if "in a row" in text]
+        assert len(told) == (times if rank == 0 else 0)
         assert all("group=fabric.strategy.topology.in_group.process_group" in text for text in told)
-        return len(told)
-
-    def run(rank: int, world_size: int) -> list[int]:
-        return [loop(rank, *case) for case in ((2, True), (2, False), (1, True))]
-
-    assert run_processes(run, 2) == [[1, 0, 0], [0, 0, 0]]

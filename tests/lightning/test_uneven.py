@@ -23,9 +23,7 @@ from tests.lightning.uneven_fits import (
     Announced,
     Place,
     Stream,
-    assert_together,
     epochs,
-    fit,
     gan,
     noting,
     run_fit,
@@ -33,7 +31,7 @@ from tests.lightning.uneven_fits import (
     stream,
 )
 from tests.methods import Paced
-from tests.ranks import run_processes
+from tests.ranks import agreed, in_ranks, run_processes
 
 pl = importlib.import_module(LIGHTNING)
 
@@ -70,6 +68,12 @@ MOVES: dict[str, Any] = {
     "transfer_batch_to_device": lambda self, batch, device, index: [part.to(device) for part in batch],
     "on_after_batch_transfer": lambda self, batch, index: [part + 0 for part in batch],
 }
+TUNED: dict[str, Any] = {
+    "lr": 0.05,
+    "on_train_start": lambda self: self.batches.clear(),
+    "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=self.lr),
+}
+FINDER = pl.callbacks.LearningRateFinder(num_training_steps=20)
 UNLOGGED = "Not every rank logged training_step.loss in epoch 1"
 
 
@@ -89,21 +93,6 @@ class Case:
     idle: tuple[list[int], ...] | None = None  # Where a group has had its batches, until the epoch ends, if None
     resumes: tuple[float, ...] = ()  # From which steps it is resumed; and a half: from the end of the epoch
 
-    def fits(self, rank: int, world_size: int, distribution: str, folder: Path) -> list[dict[str, Any]]:
-        """The fit, and those resumed from checkpoints of it."""
-        if not self.resumes:
-            return [run_fit(rank, world_size, self.load, distribution, **self.choices)]
-        kind = importlib.import_module(distribution).callbacks.ModelCheckpoint
-        often = {"steps": {"every_n_train_steps": 1}, "epochs": {"every_n_epochs": 1}}
-        saving = [kind(folder / name, filename="{step}", save_top_k=-1, **every) for name, every in often.items()]
-        choices: dict[str, Any] = {**self.choices, "callbacks": saving, "enable_checkpointing": True}
-        found = [run_fit(rank, world_size, self.load, distribution, **choices)]
-        for at in self.resumes:
-            path = folder / ("epochs" if at % 1 else "steps") / f"step={int(at)}.ckpt"
-            loader = partial(self.load, later=at % 1 > 0)
-            found.append(run_fit(rank, world_size, loader, distribution, resume=str(path), **self.choices))
-        return found
-
     def load(self, place: Place, later: bool = False) -> Any:
         """The batches of a rank, or those of later epochs alone."""
         if self.loader is not None:
@@ -115,39 +104,42 @@ class Case:
             return Stream(place, batches, others)
         return Announced(place, batches, self.lengths[group], others)
 
-    def wrong(self, fits: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """What is not as told, in the fits of each rank. A group that is idle says so once."""
-        ranks = [own[0] for own in fits]
-        common, size = assert_together(ranks), len(ranks) // self.choices.get("groups", 2)
-        ends = [(epoch, length - 1) for epoch, length in enumerate(self.epochs)]
+    def wrong(self, rank: int, world_size: int, distribution: str, folder: Path) -> dict[Any, Any]:
+        """Fits, resumes from checkpoints of that, and returns what is not as told. An idle group says so once."""
+        kind = importlib.import_module(distribution).callbacks.ModelCheckpoint
+        often = {"steps": {"every_n_train_steps": 1}, "epochs": {"every_n_epochs": 1}} if self.resumes else {}
+        saving = [kind(folder / name, filename="{step}", save_top_k=-1, **every) for name, every in often.items()]
+        own: dict[str, Any] = {**self.choices, "callbacks": [*self.choices.get("callbacks", []), *saving]}
+        plain = run_fit(rank, world_size, self.load, distribution, enable_checkpointing=bool(saving), **own)
+        common, size = plain["common"], world_size // self.choices.get("groups", 2)
+        group, ends = rank // size, [(epoch, length - 1) for epoch, length in enumerate(self.epochs)]
+        batches = [self.batches[group], (self.later or self.batches)[group]]
+        idle = [step for epoch, index, step in common["batches"] if index >= batches[min(epoch, 1)]]
+        says = self.says[group] if self.says else after(batches[0]) if batches[0] < self.epochs[0] else ""
+        says = says if rank % size == 0 else ""
+        told = any(says in text for text in plain["warned"]) if says else not plain["warned"]
         found: dict[Any, Any] = {
+            "in all ranks": ([agreed([common]), agreed(plain["outer"]), agreed(plain["model"])], [True] * 3),
             "epochs": (epochs(common), self.epochs),
             "steps": (common["global_step"], self.steps or sum(self.epochs)),
             "validated": (common["validated"], ends if self.validates is None else self.validates),
+            "idle": (plain["idle"], self.idle[group] if self.idle else idle),
+            "warned": (plain["warned"], plain["warned"] if told else says),
         }
         at = {(epoch, batch): step for epoch, batch, step in common["batches"]}
-        for rank, (plain, *all_resumed) in enumerate(fits):
-            group = rank // size
-            own = [self.batches[group], (self.later or self.batches)[group]]
-            idle = [step for epoch, index, step in common["batches"] if index >= own[min(epoch, 1)]]
-            found["idle", rank] = plain["idle"], self.idle[group] if self.idle else idle
-            says = self.says[group] if self.says else after(own[0]) if own[0] < self.epochs[0] else ""
-            says = says if rank % size == 0 else ""
-            told = any(says in text for text in plain["warned"]) if says else not plain["warned"]
-            found["warned", rank] = plain["warned"], plain["warned"] if told else says
-            for step, resumed in zip(self.resumes, all_resumed, strict=True):
-                rest = {
-                    **common,
-                    "batches": [noted for noted in common["batches"] if noted[2] > step],
-                    "validated": [noted for noted in common["validated"] if at[noted] >= step],
-                }
-                names = ("batches", "validated", "global_step", "epoch", "metrics")
-                found["common", rank, step] = tuple(
-                    {name: of[name] for name in names} for of in (resumed["common"], rest)
-                )
-                found["idle", rank, step] = resumed["idle"], [noted for noted in plain["idle"] if noted > step]
-                found["stepped", rank, step] = resumed["stepped"], plain["stepped"]
-                found["bits", rank, step] = same(resumed["outer"], plain["outer"]), True
+        for step in self.resumes:
+            path, loader = folder / ("epochs" if step % 1 else "steps"), partial(self.load, later=step % 1 > 0)
+            resume = str(path / f"step={int(step)}.ckpt")
+            resumed = run_fit(rank, world_size, loader, distribution, resume=resume, **self.choices)
+            rest = {
+                "batches": [noted for noted in common["batches"] if noted[2] > step],
+                "validated": [noted for noted in common["validated"] if at[noted] >= step],
+            }
+            for name in ("batches", "validated", "global_step", "epoch", "metrics"):
+                found[step, name] = resumed["common"][name], rest.get(name, common[name])
+            found[step, "idle"] = resumed["idle"], [noted for noted in plain["idle"] if noted > step]
+            found[step, "stepped"] = resumed["stepped"], plain["stepped"]
+            found[step, "bits"] = same(resumed["outer"], plain["outer"]), True
         return {what: both for what, both in found.items() if both[0] != both[1]}
 
 
@@ -254,6 +246,8 @@ CASES = {
         idle=([], [1, 3, 5, 7, 9, 11, 13]),
         resumes=(6,),
     ),
+    # It takes all callbacks away, so nobody counts idle batches, and trains each rank for itself.
+    "a tuner": Case((7, 10), [10, 10], choices={"make": partial(noting, **TUNED), "callbacks": [FINDER]}),
     # Of more ranks than two.
     "ranks of a group differ": Case(
         (5, 6),
@@ -276,19 +270,20 @@ CASES = {
     ],
 )
 def test_groups_end_every_epoch_after_the_same_batch(
-    distribution: str, world_size: int, names: list[str], tmp_path: Path
+    distribution: str, world_size: int, names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a fit that is resumed there goes on bit for bit."""
+    monkeypatch.chdir(tmp_path)
 
-    def run(rank: int, world_size: int) -> list[Any]:
-        return [CASES[name].fits(rank, world_size, distribution, tmp_path / name) for name in names]
+    def run(rank: int, world_size: int) -> dict[str, Any]:
+        return {name: CASES[name].wrong(rank, world_size, distribution, tmp_path / name) for name in names}
 
-    ranks = zip(*run_processes(run, world_size, timeout=240.0), strict=True)
-    wrong = {name: CASES[name].wrong(list(results)) for name, results in zip(names, ranks, strict=True)}
-    assert {name: found for name, found in wrong.items() if found} == {}
+    for wrong in run_processes(run, world_size, timeout=240.0):
+        assert {name: found for name, found in wrong.items() if found} == {}
 
 
-def test_data_that_cannot_work_is_refused_by_all_ranks() -> None:
+@in_ranks(2)
+def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
     micro_batches = DropCompute(2)
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("group 0 has 0, group 1 has 8", lambda place: Announced(place, 8 * place[0]), {}),
@@ -303,18 +298,14 @@ def test_data_that_cannot_work_is_refused_by_all_ranks() -> None:
         ),
         ("does not go with manual", lambda place: micro_batches(Announced(place, 14)), {"make": gan}),
     ]
-
-    def run(rank: int, world_size: int) -> list[tuple[str, str]]:
-        errors = []
-        for _, loader, choices in cases:
-            with pytest.raises(Exception) as refusal:  # noqa: PT011  whose data it is says it with Lightning's own
-                run_fit(rank, world_size, loader, **choices)
-            errors.append((type(refusal.value).__name__, str(refusal.value)))
-        return errors
-
-    for (words, *_), *errors in zip(cases, *run_processes(run, 2), strict=True):
-        assert [text for _, text in errors if words not in text] == []
-        assert "ValueError" in {kind for kind, _ in errors} <= {"ValueError", "MisconfigurationException"}
+    for words, loader, choices in cases:
+        with pytest.raises(Exception, match=words) as refusal:
+            run_fit(rank, 2, loader, **choices)
+        kinds: list[Any] = [None] * 2
+        torch.distributed.all_gather_object(kinds, type(refusal.value).__name__)
+        # Whose data it is says it with Lightning's own.
+        assert "ValueError" in kinds
+        assert {*kinds} <= {"ValueError", "MisconfigurationException"}
 
 
 def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
@@ -325,74 +316,52 @@ def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_wi
     assert sorted(run_processes(run, 2, expect_failure=True)) == [0, 1]
 
 
-def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: int, tmp_path: Path) -> None:
     """Checkpoints, validation, learning rates, early stopping, loggers and the progress bar, some in idle batches."""
+    saved: list[int] = []
 
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        saved: list[int] = []
+    class Noting(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+            saved.append(trainer.global_step)
+            super()._save_checkpoint(trainer, filepath)
 
-        class Noting(pl.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
-            def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-                saved.append(trainer.global_step)
-                super()._save_checkpoint(trainer, filepath)
-
-        result = run_fit(
-            rank,
-            world_size,
-            CASES["resumed"].load,
-            make=partial(noting, configure_optimizers=scheduled, **MOVES),
-            inspect=lambda trainer, module: (
-                saved,
-                trainer.optimizers[0].param_groups[0]["lr"],
-                [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
-            ),
-            callbacks=[
-                Noting(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
-                pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
-                pl.callbacks.LearningRateMonitor(),
-            ],
-            logger=importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", ""),
-            enable_checkpointing=True,
-            enable_progress_bar=True,
-            max_epochs=9,
-            val_check_interval=4,
-            log_every_n_steps=1,
-        )
-        result["common"]["inspected"] = result["inspected"]
-        return result
-
-    ranks = run_processes(run, 2)
-    common = assert_together(ranks)
-    saved, lr, made = common["inspected"]
-    steps, idle = common["global_step"], ranks[0]["idle"]
-    assert len(idle) > 5
+    result = run_fit(
+        rank,
+        2,
+        CASES["resumed"].load,
+        make=partial(noting, configure_optimizers=scheduled, **MOVES),
+        inspect=lambda trainer, module: (
+            trainer.optimizers[0].param_groups[0]["lr"],
+            [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
+        ),
+        callbacks=[
+            Noting(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
+            pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
+            pl.callbacks.LearningRateMonitor(),
+        ],
+        logger=importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", ""),
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        max_epochs=9,
+        val_check_interval=4,
+        log_every_n_steps=1,
+    )
+    common, idle, (lr, made) = result["common"], result["idle"], result["inspected"]
+    steps = common["global_step"]
+    assert agreed([common])
+    assert agreed(result["outer"])
     assert saved == list(range(3, steps + 1, 3))
     assert {f"step={step}.ckpt" for step in saved} == {path.name for path in tmp_path.glob("*.ckpt")}
     assert made == [steps, len(epochs(common))]
     assert lr == pytest.approx(0.05 * 0.99**steps * 0.5 ** len(epochs(common)))
     assert all((index + 1) % 4 == 0 for _, index in common["validated"])
     assert 1 < common["epoch"] < 9, "early stopping stopped all of them"
-    with (tmp_path / "0" / "metrics.csv").open() as file:
-        logged = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
-    assert logged == [step for step in range(steps) if step + 1 not in idle], "nothing is logged again when idle"
-
-
-def test_a_tuner_trains_each_rank_for_itself_and_the_fit_after_it_ends_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes all callbacks away, so nobody counts idle batches; losses per epoch are reduced over all ranks."""
-    monkeypatch.chdir(tmp_path)
-    own: dict[str, Any] = {
-        "lr": 0.05,
-        "on_train_start": lambda self: self.batches.clear(),
-        "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=self.lr),
-    }
-
-    def run(rank: int, world_size: int) -> dict[str, Any]:
-        finder = pl.callbacks.LearningRateFinder(num_training_steps=20)
-        return run_fit(rank, world_size, CASES["streams"].load, make=partial(noting, **own), callbacks=[finder])
-
-    assert epochs(assert_together(run_processes(run, 2))) == [10, 10]
+    if rank == 0:
+        assert len(idle) > 5
+        with (tmp_path / "0" / "metrics.csv").open() as file:
+            logged = [int(row["step"]) for row in csv.DictReader(file) if row["loss_step"]]
+        assert logged == [step for step in range(steps) if step + 1 not in idle], "nothing is logged again when idle"
 
 
 def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
@@ -425,7 +394,8 @@ def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
 HOOKS = "train_batch_start before_optimizer_step train_batch_end train_epoch_end validation_epoch_end train_end"
 
 
-def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp() -> None:
+@in_ranks(2, timeout=120.0)
+def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -> None:
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"max_steps": 21, "max_epochs": -1}, noting),
         ({"max_epochs": 3, "val_check_interval": 3}, noting),
@@ -436,7 +406,7 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp() -> None:
         ({"max_epochs": 2, "min_epochs": 2, "limit_train_batches": 6}, noting),
     ]
 
-    def play(rank: int, strategy: Any, make: Any, choices: dict[str, Any]) -> Any:
+    def play(strategy: Any, make: Any, choices: dict[str, Any]) -> Any:
         noted: list[Any] = []
 
         def note(name: str, self: Any, *_: Any, **__: Any) -> None:
@@ -450,31 +420,23 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp() -> None:
         trainer.fit(model, stream((rank, 0, 1), 8), stream((9, 0, 1), 2))
         return noted, trainer.global_step, trainer.current_epoch
 
-    def run(rank: int, world_size: int) -> list[Any]:
-        wrong = []
-        for choices, make in cases:
-            ours = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 20})
-            if play(rank, ours, make, choices) != play(rank, "ddp", make, choices):
-                wrong.append(choices)
-        return wrong
-
-    assert run_processes(run, 2, timeout=120.0) == [[], []]
+    for choices, make in cases:
+        ours = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 20})
+        assert play(ours, make, choices) == play("ddp", make, choices), choices
 
 
-def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> Any:
-        noted, load = [], Case((8, 8), []).load
-        for steps, resume in ((3, None), (8, str(tmp_path / "step=3.ckpt"))):
-            save = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-            choices = {"max_steps": steps, "callbacks": [save], "enable_checkpointing": True}
-            noted += run_fit(rank, world_size, load, resume=resume, **choices)["common"]["batches"]
-        return noted
-
-    for noted in run_processes(run, 2):
-        assert [step for _, _, step in noted] == list(range(1, 9))
+@in_ranks(2)
+def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(rank: int, tmp_path: Path) -> None:
+    noted, load = [], Case((8, 8), []).load
+    for steps, resume in ((3, None), (8, str(tmp_path / "step=3.ckpt"))):
+        save = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        choices = {"max_steps": steps, "callbacks": [save], "enable_checkpointing": True}
+        noted += run_fit(rank, 2, load, resume=resume, **choices)["common"]["batches"]
+    assert [step for _, _, step in noted] == list(range(1, 9))
 
 
-def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less() -> None:
+@in_ranks(4)
+def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less(rank: int) -> None:
     def train_quietly(self: Any, parts: Any, index: int) -> Any:
         # Without logging, which waits for all ranks of a group.
         return type(self).__mro__[2].training_step(self, parts, index)
@@ -488,9 +450,8 @@ def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less() -> None:
         return DropCompute(3, budget=0.0 if place[:2] == (1, 1) else inf)(Announced(place, 14))
 
     make = partial(noting, training_step=train_quietly, on_train_batch_end=note_weight)
-    ranks = fit(4, dropping, max_epochs=1, accumulate_grad_batches=3, make=make)
-    assert [rank["common"]["inner_steps"] for rank in ranks] == [5] * 4
+    trained = run_fit(rank, 4, dropping, max_epochs=1, accumulate_grad_batches=3, make=make)
+    assert trained["common"]["inner_steps"] == 5
     # Four inner steps of three micro-batches, and one of two; the first launch is after the fourth.
-    assert [rank["idle"] for rank in ranks] == [[], [], [], [1, 4, 7, 10]]
-    assert [rank["common"]["batches"][8] for rank in ranks] == [9, 9, 9, 6]
-    assert all(same(rank["outer"], ranks[0]["outer"]) for rank in ranks)
+    assert (trained["idle"], trained["common"]["batches"][8]) == (([], 9) if rank < 3 else ([1, 4, 7, 10], 6))
+    assert agreed(trained["outer"])
