@@ -90,9 +90,11 @@ def module(
 
 
 def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """The strategy of one distribution."""
-    module = lightning_sdiloco if distribution == LIGHTNING else other_distribution
-    return module.StreamingDiLoCoStrategy(**choices)
+    """The strategy of one distribution: that for sharded models where the sizes of a group are given."""
+    package = lightning_sdiloco if distribution == LIGHTNING else other_distribution
+    if "data_parallel_size" in choices:
+        return package.StreamingDiLoCoModelParallelStrategy(**choices)
+    return package.StreamingDiLoCoStrategy(**choices)
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
@@ -135,14 +137,15 @@ def fit(
     inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
     trainer_choices: dict[str, Any] | None = None,
     make: Callable[..., Any] = module,
+    seed: int | None = None,
     loader: Any = None,
     validation: Any = None,
     resume: Any = None,
 ) -> Trained:
-    """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
+    """Fits in this rank, whose seed is its own unless given, and returns what is worth comparing."""
     size = world_size // groups
     endless = DataLoader(Batches(rank // size, rank % size, size), batch_size=None)
-    model = make(distribution, inner, seed=rank)
+    model = make(distribution, inner, seed=rank if seed is None else seed)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     runner = trainer(
         distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
@@ -150,10 +153,16 @@ def fit(
     runner.fit(model, endless if loader is None else loader, validation, ckpt_path=resume and str(resume))
     return {
         "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
-        "model": {name: p.detach().clone() for name, p in model.net.named_parameters()},
+        "model": {name: whole(p) for name, p in model.net.named_parameters()},
         "report": chosen.report(),
         "inspected": inspect(runner, model),
     }
+
+
+def whole(parameter: Any) -> Tensor:
+    """A copy of a parameter, as torch gathers it where it is sharded."""
+    values = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return values.detach().clone()
 
 
 def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: float = 110.0) -> dict[str, list[Any]]:

@@ -1,6 +1,5 @@
 """Sites of their own address and network counter on this machine: network namespaces joined by a pair of interfaces."""
 
-import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-_CLONE_NEWNET = 0x40000000
+from benchmarks import links
+
 _HEADERS = 14 + 20 + 32  # Ethernet, IP, and TCP with its time stamps
 
 
@@ -55,10 +55,7 @@ def lose_packets(name: str, address: str) -> None:
 
 def enter(name: str) -> None:
     """Moves this process into a namespace; gloo then uses its interface ``wire``."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/var/run/netns", name).open() as handle:
-        if libc.setns(handle.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+    links.enter(name)
     os.environ.update(GLOO_SOCKET_IFNAME="wire", MASTER_ADDR="10.79.0.1")
 
 

@@ -19,12 +19,11 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,13 +43,12 @@ class RankError(RuntimeError):
         super().__init__(f"rank {rank} failed first of {sorted(errors)}:\n{text}")
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a rank leaves behind; `error` is None on success."""
+class Report(NamedTuple):
+    """What a rank leaves behind; `error` is empty on success."""
 
     seconds: float
     value: Any = None
-    error: str | None = None
+    error: str = ""
 
 
 def run_ranks(
@@ -93,10 +91,8 @@ def run_processes(
     (LightningEnvironment), or by `torchrun` (TorchElasticEnvironment). By default all ranks share a node.
     """
     per_node = ranks_per_node or world_size
-    if world_size % per_node:
-        raise ValueError(f"{world_size} ranks do not fill nodes of {per_node}: let ranks_per_node divide world_size")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    assert world_size % per_node == 0, f"{world_size} ranks do not fill nodes of {per_node}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environments = []
     for rank in range(world_size):
@@ -160,10 +156,15 @@ def _run(
                 process.start()
         reports = _wait(processes, folder, timeout, grace=timeout if expect_failure else GRACE)
     finally:
-        for process in processes:
-            _kill(process)
+        # Whatever a rank started ends with it: it leads a process group, unless it does not yet.
+        for process in (process for process in processes if process.pid is not None):
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+                process.kill()
+            process.join()
     failed = sorted((rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds)
-    errors = {rank: str(reports[rank].error) for rank in failed}
+    errors = {rank: reports[rank].error for rank in failed}
     unfinished = [rank for rank in range(len(processes)) if rank not in reports]
     if errors and not expect_failure:
         raise RankError(errors)
@@ -191,17 +192,6 @@ def _wait(processes: list[ForkProcess], folder: Path, timeout: float, grace: flo
             if reports[rank].error and sum(bool(report.error) for report in reports.values()) == 1:
                 deadline = min(deadline, time.monotonic() + grace)
     return reports
-
-
-def _kill(process: ForkProcess) -> None:
-    """Ends a rank and whatever it started; nothing where it has ended."""
-    if process.pid is not None and process.is_alive():
-        # The rank leads a process group, unless it was so fast to be killed that it does not yet.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-    if process.pid is not None:
-        process.join()
 
 
 # In the child.

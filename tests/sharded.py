@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-import lightning_sdiloco
-from lightning_sdiloco import pytorch_lightning as other_distribution
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.test_checkpoint import StatefulBatches, held_by
@@ -62,12 +61,6 @@ def sharded(
     return model
 
 
-def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """The strategy for sharded models of one distribution."""
-    package = lightning_sdiloco if distribution == LIGHTNING else other_distribution
-    return package.StreamingDiLoCoModelParallelStrategy(**choices)
-
-
 def fit(
     rank: int,
     world_size: int,
@@ -86,41 +79,30 @@ def fit(
     """Fits a sharded model, with a seed for each group, and returns what is worth comparing."""
     data, tensor = sizes
     size = data * tensor
-    # FSDP2 takes from every rank its part of what that rank has made.
-    model = sharded(distribution, inner, rank // size, net)
-    chosen = strategy(
-        distribution, **{"worker_groups": groups, "data_parallel_size": data, "tensor_parallel_size": tensor, **choices}
-    )
-    trainer = fits.trainer(
+
+    def inspect(trainer: Any, module: Any) -> dict[str, Any]:
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return {"settings": trainer.strategy.engine.settings, "trace": module.trace, "logged": logged}
+
+    quiet = {"callbacks": callbacks or [], "enable_checkpointing": bool(callbacks)}
+    quiet |= {"val_check_interval": validation or None, "limit_val_batches": 1 if validation else 0}
+    found = fits.fit(
+        rank,
+        world_size,
+        groups,
+        steps,
+        {"data_parallel_size": data, "tensor_parallel_size": tensor, **choices},
         distribution,
-        strategy=chosen,
-        max_steps=steps,
-        callbacks=callbacks or [],
-        enable_checkpointing=bool(callbacks),
-        **{
-            "devices": world_size,
-            "val_check_interval": validation or None,
-            "limit_val_batches": 1 if validation else 0,
-            **(trainer_choices or {}),
-        },
+        inner,
+        inspect,
+        {**quiet, **(trainer_choices or {})},
+        make=partial(sharded, net=net),
+        seed=rank // size,  # FSDP2 takes from every rank its part of what that rank has made
+        loader=StatefulBatches(rank // size, rank % size // tensor, data, length=100),
+        validation=DataLoader(fits.Batches(9, 0, 1), batch_size=None) if validation else None,
+        resume=resume,
     )
-    loader = StatefulBatches(rank // size, rank % size // tensor, data, length=100)
-    validating = DataLoader(fits.Batches(9, 0, 1), batch_size=None)
-    trainer.fit(model, loader, validating if validation else None, ckpt_path=resume)
-    return {
-        "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
-        "model": {name: whole(p) for name, p in model.net.named_parameters()},
-        "report": chosen.report(),
-        "settings": chosen.engine.settings,
-        "trace": model.trace,
-        "logged": {name: float(value) for name, value in trainer.callback_metrics.items()},
-    }
-
-
-def whole(parameter: Any) -> Tensor:
-    """A parameter as torch gathers it."""
-    values = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-    return values.detach().clone()  # type: ignore[no-any-return]
+    return found | found.pop("inspected")
 
 
 def callbacks_of(distribution: str = LIGHTNING) -> Any:

@@ -22,17 +22,12 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
 # A requeued job waits until its credentials have expired.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
-CredType=cred/munge
-MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-SwitchType=switch/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
-SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=2,bf_interval=2
 ReturnToService=2
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -42,13 +37,9 @@ SlurmdLogFile={folder}/slurmd-%n.log
 SlurmdSpoolDir={folder}/spool-%n
 StateSaveLocation={folder}/state
 SlurmdParameters=config_overrides
-AccountingStorageType=accounting_storage/none
-JobAcctGatherType=jobacct_gather/none
-JobCompType=jobcomp/none
 SlurmctldTimeout=60
 SlurmdTimeout=60
 KillWait=10
-JobRequeue=1
 # Lightning makes the port at which ranks meet from the number of the job: each SLURM of this machine has its own.
 FirstJobId={first_job}
 {nodes}
@@ -57,9 +48,10 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscrib
 
 
 class Slurm:
-    """A running SLURM, whose files are in a folder."""
+    """A SLURM whose files are in a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, nodes: int, cores: int) -> None:
+        self.folder, self.nodes = folder, [f"n{index}" for index in range(nodes)]
         self.environment = {
             # Lightning in this process may have left there where ranks met.
             **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MASTER_"))},
@@ -67,6 +59,21 @@ class Slurm:
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
         }
+        for name in ("state", *(f"spool-{node}" for node in self.nodes)):
+            (folder / name).mkdir()
+        folder.chmod(0o755)
+        (folder / "munge.key").write_bytes(os.urandom(1024))
+        (folder / "munge.key").chmod(0o400)
+        described = [
+            f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} Boards=1"
+            f" SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1024 State=UNKNOWN"
+            for name in self.nodes
+        ]
+        places = {"host": socket.gethostname().partition(".")[0], "port": _free_port(), "folder": folder}
+        numbers = {"first_job": 1 + os.getpid() % 900 * 10, "nodes": "\n".join(described)}
+        (folder / "slurm.conf").write_text(CONFIGURATION.format(**places, **numbers))
+        hosts = "".join(f"127.0.0.1 {name}\n" for name in self.nodes)
+        (folder / "hosts").write_text(Path("/etc/hosts").read_text() + hosts)
 
     def run(self, *command: str, seconds: float = 250, cwd: Path | None = None, **environment: str) -> str:
         """What a command of SLURM prints; both streams, because srun passes on those of the tasks."""
@@ -76,6 +83,35 @@ class Slurm:
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
+    def start(self) -> None:
+        def start(*command: str) -> None:
+            # Daemons leave this process; a pipe that they inherited would never end.
+            with (self.folder / "start.log").open("a") as log:
+                subprocess.run(command, env=self.environment, stdout=log, stderr=log, timeout=SECONDS, check=True)
+
+        munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+        munge |= {"log-file": "munged.log", "seed-file": "munged.seed"}
+        start("munged", *(f"--{name}={self.folder}/{file}" for name, file in munge.items()), "--force")
+        start("slurmctld", "-c", "-f", f"{self.folder}/slurm.conf")
+        for name in self.nodes:
+            # A host name of its own, and an /etc/hosts in which the others are found.
+            own = f"mount --bind {self.folder}/hosts /etc/hosts && hostname {name} && exec slurmd -N {name}"
+            start("unshare", "-m", "-u", "sh", "-c", f"{own} -f {self.folder}/slurm.conf")
+        deadline, told, idle = time.monotonic() + SECONDS, ["sinfo", "-h", "-N", "-o", "%T"], 0
+        while idle < len(self.nodes):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{idle} of {len(self.nodes)} nodes are idle")
+            time.sleep(0.2)
+            idle = subprocess.run(told, env=self.environment, stdout=subprocess.PIPE).stdout.split().count(b"idle")
+
+    def stop(self) -> None:
+        """Ends all jobs, and then the daemons, with nothing left for them to do."""
+        for command in (["scancel", "--signal=KILL", "--full", "--state=RUNNING"], ["scancel", "--user=root"]):
+            subprocess.run(command, env=self.environment, capture_output=True, timeout=SECONDS, check=False)
+        for path in [*self.folder.glob("slurmd-*.pid"), self.folder / "slurmctld.pid", self.folder / "munged.pid"]:
+            with suppress(FileNotFoundError, ValueError, ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
 
 @contextmanager
 def slurm(folder: Path, nodes: int, cores: int) -> Iterator[Slurm]:
@@ -84,77 +120,19 @@ def slurm(folder: Path, nodes: int, cores: int) -> Iterator[Slurm]:
     The path of the folder has to be short, as that of a socket is limited; processors of a node need not be real.
     """
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
-    if missing:
-        pytest.skip(f"{', '.join(missing)} not found: apt-get install slurm-wlm munge")
-    if os.geteuid() != 0:
-        pytest.skip("SLURM's daemons need root here")
-    running = Slurm(folder)
+    if missing or os.geteuid() != 0:
+        pytest.skip(f"SLURM needs root, slurm-wlm and munge; not found: {', '.join(missing) or 'root'}")
+    running = Slurm(folder, nodes, cores)
     try:
-        _configure(folder, nodes, cores)
         try:
-            _start(running, folder, nodes)
+            running.start()
         except (subprocess.SubprocessError, TimeoutError) as error:
-            pytest.skip(f"SLURM does not start here: {error} {getattr(error, 'stderr', '') or ''}")
+            pytest.skip(f"SLURM does not start here: {error} {(folder / 'start.log').read_text()[-500:]}")
         yield running
     finally:
-        _stop(running, folder)
-
-
-def _configure(folder: Path, nodes: int, cores: int) -> None:
-    names = [f"n{index}" for index in range(nodes)]
-    (folder / "state").mkdir()
-    for name in names:
-        (folder / f"spool-{name}").mkdir()
-    folder.chmod(0o755)
-    key = folder / "munge.key"
-    key.write_bytes(os.urandom(1024))
-    key.chmod(0o400)
-    described = [
-        f"NodeName={name} NodeHostname={name} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} Boards=1"
-        f" SocketsPerBoard=1 CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1024 State=UNKNOWN"
-        for name in names
-    ]
-    host, first_job = socket.gethostname().partition(".")[0], 1 + os.getpid() % 900 * 10
-    told = {"host": host, "port": _free_port(), "folder": folder, "first_job": first_job, "nodes": "\n".join(described)}
-    (folder / "slurm.conf").write_text(CONFIGURATION.format(**told))
-    (folder / "hosts").write_text(Path("/etc/hosts").read_text() + "".join(f"127.0.0.1 {name}\n" for name in names))
-
-
-def _start(running: Slurm, folder: Path, nodes: int) -> None:
-    def start(*command: str) -> None:
-        # Daemons leave this process; a pipe that they inherited would never end.
-        with (folder / "start.log").open("a") as log:
-            subprocess.run(command, env=running.environment, stdout=log, stderr=log, timeout=SECONDS, check=True)
-
-    munge = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
-    munge |= {"log-file": "munged.log", "seed-file": "munged.seed"}
-    start("munged", *(f"--{name}={folder}/{file}" for name, file in munge.items()), "--force")
-    start("slurmctld", "-c", "-f", f"{folder}/slurm.conf")
-    for index in range(nodes):
-        # A host name of its own, and an /etc/hosts in which the others are found.
-        own = f"mount --bind {folder}/hosts /etc/hosts && hostname n{index} && exec slurmd -N n{index}"
-        start("unshare", "-m", "-u", "sh", "-c", f"{own} -f {folder}/slurm.conf")
-    deadline, idle = time.monotonic() + SECONDS, 0
-    while idle < nodes:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{idle} of {nodes} nodes are idle")
-        time.sleep(0.2)
-        told = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%T"], env=running.environment, capture_output=True, check=False
-        )
-        idle = told.stdout.split().count(b"idle")
-
-
-def _stop(running: Slurm, folder: Path) -> None:
-    """Ends all jobs, and then the daemons, with nothing left for them to do."""
-    for command in (["scancel", "--signal=KILL", "--full", "--state=RUNNING"], ["scancel", "--user=root"]):
-        subprocess.run(command, env=running.environment, capture_output=True, timeout=SECONDS, check=False)
-    for path in [*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid", folder / "munged.pid"]:
-        with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-            os.kill(int(path.read_text()), signal.SIGKILL)
+        running.stop()
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])

@@ -1,61 +1,31 @@
-"""Documentation that cannot lie: the picture of the rooms is that of the imports, and the page names what exists."""
+"""Documentation that cannot lie: pictures are those of the imports, and what pages name exists and is described."""
 
 import ast
-import importlib.util
+import inspect
 import re
 import subprocess
 import sys
-from collections import Counter
-from functools import cache
+import types
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.test_rules import FACE, FLOOR, MODULES, PACKAGE, ROOT, graph, nodes_of, room_of
+import lightning_sdiloco
+from tests.test_rules import NAME, PACKAGE, ROOT, SOURCE, architecture, nodes_of, room_of
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
-SCRIPT = ROOT / "docs" / "make_architecture.py"
-
-
-def script() -> ModuleType:
-    """The script that draws, which needs no matplotlib before it does."""
-    spec = importlib.util.spec_from_file_location("make_architecture", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-architecture = script()
-
-
-@cache
-def arrows() -> Counter[tuple[str, str]]:
-    return Counter(architecture.arrows(architecture.Source(ROOT)))
-
-
-def test_the_picture_has_the_floors_and_arrows_that_the_rule_tests_see() -> None:
-    floors = {room: floor for room, (floor, _) in architecture.ROOMS.items()}
-    assert floors.pop(architecture.FACE) > max(floors.values())
-    assert floors == FLOOR
-    drawn = {module: architecture.FACE if room_of(module) in FACE else room_of(module) for module in MODULES}
-    pairs = [(drawn[module], drawn[other]) for module, others in graph().items() for other in others]
-    assert Counter(pair for pair in pairs if pair[0] != pair[1]) == arrows()
-    assert arrows()["lightning", "engine"] > 1
 
 
 @pytest.mark.parametrize("picture", ["architecture", "architecture-dark"])
 def test_the_pictures_are_those_of_the_imports(picture: str) -> None:
     text = (ROOT / "docs" / "images" / f"{picture}.svg").read_text()
     drawn = {(one, other): int(count) for one, other, count in re.findall(r'id="(\w+)-imports-(\w+)-(\d+)"', text)}
-    assert drawn == dict(arrows()), "imports changed: run python docs/make_architecture.py, and look at the picture"
+    imports = dict(architecture.arrows(SOURCE))
+    assert drawn == imports, "imports changed: run python docs/make_architecture.py, and look at the picture"
 
 
 def test_chains_and_circles_of_imports_are_found(tmp_path: Path) -> None:
-    package = tmp_path / architecture.NAME
+    package = tmp_path / NAME
     package.mkdir()
     for name, text in {
         "__init__": "from lightning_sdiloco.a import x",
@@ -66,8 +36,10 @@ def test_chains_and_circles_of_imports_are_found(tmp_path: Path) -> None:
     }.items():
         (package / f"{name}.py").write_text(text)
     source = architecture.Source(tmp_path)
-    assert source.circles == [{f"{architecture.NAME}.{name}" for name in "bc"}]
+    assert source.circles == [{f"{NAME}.b", f"{NAME}.c"}]
     assert [len(link) for link in source.longest_chain] == [1, 1, 2, 1]
+    words = [sys.executable, str(ROOT / "docs" / "make_architecture.py"), "--help"]
+    assert "--tree" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
 def defined_in(module: str) -> set[str]:
@@ -101,17 +73,46 @@ def test_what_the_page_names_is_there() -> None:
     names = {name for name in names if re.fullmatch(r"\w+(\.\w+)?", name)}
     steps = re.findall(r"\| `([\w/]+)\.py`<br>([^|]*)\|", PAGE)
     assert min(len(files), len(names), 2 * len(steps)) > 20
-    there = {module: defined_in(module) for module in MODULES}
+    there = {module: defined_in(module) for module in SOURCE.files}
     wrong = {name for name in files if not (PACKAGE / name).exists() and not (ROOT / name).exists()}
     wrong |= names - set().union(*there.values())
     for file, told in steps:
         wrong |= {
-            f"{file}: {name}"
-            for name in set(quoted(told)) - there.get(f"{architecture.NAME}.{file.replace('/', '.')}", set())
+            f"{file}: {name}" for name in set(quoted(told)) - there.get(f"{NAME}.{file.replace('/', '.')}", set())
         }
     assert wrong == set()
 
 
-def test_the_script_says_what_it_takes() -> None:
-    told = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True).stdout
-    assert "--tree" in told
+def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what_names_one() -> None:
+    for name in ("works-with.md", "methods.md"):
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", (ROOT / "docs" / name).read_text())
+        assert named
+        for file, test in named:
+            assert any(f"\ndef {test}(" in path.read_text() for path in (ROOT / "tests").rglob(file)), (file, test)
+    rows = [line for line in (ROOT / "docs" / "works-with.md").read_text().splitlines() if line.startswith("| ")]
+    heads = ("| what ", "| works ", "| refused ")
+    assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
+
+
+def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings() -> None:
+    """What users can name, with the public members that the package defines; internals describe themselves."""
+    names = lightning_sdiloco.__all__
+    assert len(set(names)) == len(names)
+    assert "StreamingDiLoCoStrategy" in names
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert set(names) - {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", page, flags=re.M)} == set()
+    found: dict[str, object] = {}
+    for room in (lightning_sdiloco, lightning_sdiloco.compression):
+        found |= {f"{room.__name__}.{name}": getattr(room, name) for name in room.__all__}
+    for thing in list(found.values()):
+        for base in getattr(thing, "__mro__", ()):
+            # Methods that override Lightning's are described there.
+            if base.__module__.startswith(f"{NAME}.") and room_of(base.__module__) not in (
+                "lightning",
+                architecture.FACE,
+            ):
+                members = [(name, member) for name, member in vars(base).items() if not name.startswith("_")]
+                found |= {f"{base.__qualname__}.{name}": member for name, member in members}
+    assert {"StreamingDiLoCo.step", "Compression.encode", f"{NAME}.FP4"} <= found.keys()
+    described = (type, types.FunctionType, property, classmethod, staticmethod)
+    assert [name for name, thing in found.items() if isinstance(thing, described) and not inspect.getdoc(thing)] == []

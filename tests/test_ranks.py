@@ -19,61 +19,50 @@ from tests.ranks import RankError, run_processes, run_ranks
 
 def until_gone(folder: Path, count: int) -> bool:
     """Whether the processes end whose ids are names of files in a folder, as soon as there are so many."""
+
+    def running() -> list[Path]:
+        stats = [Path(f"/proc/{path.stem}/stat") for path in folder.glob("*.pid")]
+        return [path for path in stats if path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z"]
+
     deadline = time.monotonic() + 20
-    while len(list(folder.glob("*.pid"))) < count:
+    while len(list(folder.glob("*.pid"))) < count or (running() and time.monotonic() < deadline - 15):
         assert time.monotonic() < deadline, "the processes did not start"
         time.sleep(0.02)
-
-    def is_running(path: Path) -> bool:
-        try:
-            return Path(f"/proc/{path.stem}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-        except FileNotFoundError:
-            return False
-
-    deadline = time.monotonic() + 5
-    while (are_running := any(map(is_running, folder.glob("*.pid")))) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not are_running
+    return not running()
 
 
 def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Path) -> None:
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
-    def function(rank: int, world_size: int, base: torch.Tensor) -> dict[str, Any] | None:
+    def function(rank: int, world_size: int, base: torch.Tensor) -> Any:
         time.sleep(0.1 * (world_size - rank))
         if rank == 2:
             return None
         handlers = [signal.getsignal(number) for number in signals]
         assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
-        return {"rank": rank, "tensor": base + rank, "view": torch.arange(6).view(2, 3)[:, rank]}
+        return rank, torch.get_num_threads(), base + rank, torch.arange(6).view(2, 3)[:, rank]
+
+    def of_world(rank: int, world_size: int, base: torch.Tensor) -> Any:
+        value = torch.tensor(float(rank + 1))
+        dist.all_reduce(value, group=dist.new_group(range(world_size)))
+        assert (dist.get_backend(), dist.get_world_size(), value.item()) == ("gloo", 3, 6.0)
+        return function(rank, world_size, base)
 
     before, handler = {number: signal.getsignal(number) for number in signals}, (tmp_path / "ran").touch
     atexit.register(handler)
     try:
         for number in signals:
             signal.signal(number, lambda *_: None)
-        for runner in (run_ranks, run_processes):
-            *results, nothing = runner(function, 3, torch.ones(2))
+        for *results, nothing in (run_ranks(of_world, 3, torch.ones(2)), run_processes(function, 3, torch.ones(2))):
             assert nothing is None
-            for rank, result in enumerate(results):
-                assert result["rank"] == rank
-                assert torch.equal(result["tensor"], torch.full((2,), 1.0 + rank))
-                assert result["view"].tolist() == [rank, 3 + rank]
-                assert not result["tensor"].is_shared()
+            for rank, (own, threads, tensor, view) in enumerate(results):
+                assert (own, threads, tensor.tolist(), view.tolist()) == (rank, 1, [1.0 + rank] * 2, [rank, 3 + rank])
+                assert not tensor.is_shared()
             assert not (tmp_path / "ran").exists(), "an exit handler of the parent"
     finally:
         atexit.unregister(handler)
         for number, earlier in before.items():
             signal.signal(number, earlier)
-
-
-def test_the_world_is_a_gloo_group_with_one_thread_per_rank() -> None:
-    def function(rank: int, world_size: int) -> tuple[str, int, float, int]:
-        value = torch.tensor(float(rank + 1))
-        dist.all_reduce(value, group=dist.new_group(range(world_size)))
-        return dist.get_backend(), dist.get_world_size(), value.item(), torch.get_num_threads()
-
-    assert run_ranks(function, 3) == [("gloo", 3, 6.0, 1)] * 3
 
 
 def test_the_first_exception_comes_back_with_its_traceback_and_a_death_before_all_others() -> None:
@@ -100,13 +89,10 @@ def test_the_first_exception_comes_back_with_its_traceback_and_a_death_before_al
         run_processes(lambda rank, world_size: rank, 2, expect_failure=True)
     with pytest.raises(RankError, match="pickle"):
         run_processes(lambda rank, world_size: lambda: rank, 1)
-    with pytest.raises(ValueError, match="3 ranks do not fill nodes of 2"):
-        run_processes(broken_on_purpose, 3, ranks_per_node=2)
 
 
-@pytest.mark.parametrize("ends", ["all", "after a failure", "by a timeout"])
-def test_nothing_is_left_running(ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def function(rank: int, world_size: int) -> None:
+def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(rank: int, world_size: int, ends: str) -> None:
         for number in (os.getpid(), subprocess.Popen(["sleep", "100"]).pid):
             (tmp_path / f"{number}.pid").touch()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -115,17 +101,14 @@ def test_nothing_is_left_running(ends: str, tmp_path: Path, monkeypatch: pytest.
         if ends != "all" and rank:
             time.sleep(100)
 
-    if ends == "all":
-        run_processes(function, 2)
-    elif ends == "after a failure":
-        monkeypatch.setattr("tests.ranks.GRACE", 0.2)
-        with pytest.raises(RankError) as caught:
-            run_processes(function, 2)
-        assert list(caught.value.errors) == [0]
-    else:
-        with pytest.raises(TimeoutError, match=r"ranks \[1\] did not finish within 1.0 s"):
-            run_processes(function, 2, timeout=1.0)
-    assert until_gone(tmp_path, 4)
+    monkeypatch.setattr("tests.ranks.GRACE", 0.2)
+    run_processes(function, 2, "all")
+    with pytest.raises(RankError) as caught:
+        run_processes(function, 2, "after a failure")
+    assert list(caught.value.errors) == [0]
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not finish within 1.0 s"):
+        run_processes(function, 2, "by a timeout", timeout=1.0)
+    assert until_gone(tmp_path, 12)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells children of a parent's death on Linux only")
@@ -148,31 +131,3 @@ def test_ranks_die_with_a_killed_parent(tmp_path: Path) -> None:
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
     assert until_gone(tmp_path, 2)
-
-
-@pytest.mark.parametrize(("torchelastic", "distribution"), [(False, "lightning.pytorch"), (True, "pytorch_lightning")])
-def test_a_lightning_trainer_takes_the_ranks_as_launched(
-    torchelastic: bool, distribution: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lightning = pytest.importorskip(distribution)
-    demos = pytest.importorskip(f"{distribution}.demos.boring_classes")
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SLURM_NTASKS")
-
-    def function(rank: int, world_size: int) -> Any:
-        values = {name: os.environ[name] for name in names if name in os.environ}
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        places: Any = {"devices": 2, "num_nodes": 2, "default_root_dir": tmp_path, "limit_val_batches": 0}
-        trainer = lightning.Trainer(accelerator="cpu", strategy="ddp", max_steps=2, **places, **quiet)
-        torch.manual_seed(rank)
-        model = demos.BoringModel()
-        trainer.fit(model)
-        environment, weight = type(trainer.strategy.cluster_environment).__name__, model.layer.weight.detach()
-        return values, (trainer.global_rank, trainer.node_rank, trainer.world_size, environment), weight
-
-    monkeypatch.setenv("SLURM_NTASKS", "7")
-    results = run_processes(function, 4, ranks_per_node=2, torchelastic=torchelastic)
-    of_elastic = {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"} if torchelastic else {}
-    assert results[3][0] == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", **of_elastic}
-    name = "TorchElasticEnvironment" if torchelastic else "LightningEnvironment"
-    assert [place for _, place, _ in results] == [(rank, rank // 2, 4, name) for rank in range(4)]
-    assert all(torch.equal(weight, results[0][2]) for *_, weight in results)

@@ -1,20 +1,20 @@
-"""How much each group counts in a mean: by the steps it trained, clipped, and guarded against outliers."""
+"""How much each group counts in a mean, by training, clipping and a guard; and the digest of what all groups hold."""
 
 from collections.abc import Sequence
 from fractions import Fraction
-from math import inf, isclose, sqrt
+from math import inf, isclose, nan
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdiloco import AgreementError, Landing, OuterOptimizer, SimulatedGroups
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, plain, remembered
-from tests.engine.groups import Groups
-from tests.training import LAYERS
+from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, digest, plain, remembered
+from tests.bits import SPECIAL, vector
 
 
 def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
@@ -43,7 +43,7 @@ def test_factors_are_the_weights_times_what_clipping_leaves(
     total = sum(controls[group].weight for group in counted)
     for group, factor in weights.items():
         assert isclose(factor / len(counted), Fraction(controls[group].weight, total), rel_tol=1e-15)
-        norm = sqrt(controls[group].norm_squared)
+        norm = controls[group].norm
         assert isclose(norm * clipped[group], min(norm, clip_norm) * factor, rel_tol=1e-12)
         assert norm > clip_norm or clipped[group] == factor
 
@@ -57,54 +57,32 @@ def test_a_norm_that_overflows_is_clipped_to_nothing_and_what_a_control_vector_c
     assert not Control.merged([said(), said(finite=False)]).finite
 
 
+NORMS = st.sampled_from([0.0, 1.0, 4.0, 30.0]) | st.floats(0, 1e6)
+
+
 @settings(max_examples=200)
 @given(
     guard=st.floats(1.01, 100),
-    rounds=st.lists(st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1e6), st.booleans()), min_size=3, max_size=3)),
+    rounds=st.lists(st.lists(st.tuples(st.integers(0, 3), NORMS, st.booleans()), min_size=3, max_size=3)),
 )
-def test_the_guard_never_leaves_out_all_and_only_who_is_far(
+@example(guard=2.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in (3.0, 1.0, 3.0, 1.0, 4.5)])
+@example(guard=5.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in [1.0] * 5 + [30.0] * 8])
+def test_the_guard_leaves_out_who_is_far_above_the_middle_of_its_last_eight_unless_all_are(
     guard: float, rounds: list[list[tuple[int, float, bool]]]
 ) -> None:
     remembers: list[list[float]] = [[], [], []]
     norms: list[list[float]] = [[], [], []]
     for values in rounds:
         controls = [said(*value) for value in values]
-        count, all_of_them = (Aggregation(None, of).count(controls, remembers) for of in (guard, None))
-        assert bool(count.factors) == bool(all_of_them.factors)
-        assert sorted([*count.factors, *count.outlying]) == list(all_of_them.factors)
-        for group in count.outlying:
-            last = sorted(norms[group][-8:])
-            assert len(last) >= 4
-            middle = (last[(len(last) - 1) // 2] + last[len(last) // 2]) / 2
-            assert sqrt(controls[group].norm_squared) > guard * middle > 0
-        assert count.outlying or count == all_of_them
+        count = Aggregation(None, guard).count(controls, remembers)
+        counted = [group for group, (weight, _, finite) in enumerate(values) if weight and finite]
+        last = {group: norms[group][-8:] for group in counted}
+        far = [own for own in counted if len(last[own]) >= 4 and controls[own].norm > guard * median(last[own]) > 0]
+        assert count.outlying == (tuple(far) if len(far) < len(counted) else ())
+        assert sorted([*count.factors, *count.outlying]) == counted
         remembers = remembered(remembers, controls)
-        for group in all_of_them.factors:
-            norms[group].append(sqrt(controls[group].norm_squared))
-
-
-def test_the_guard_accepts_what_lasts_and_what_is_far_for_all_and_remembers_only_norms_of_training() -> None:
-    def after(*rounds: list[Control], last: list[Control]) -> tuple[int, ...]:
-        norms: list[list[float]] = [[], []]
-        for controls in rounds:
-            norms = remembered(norms, controls)
-        return Aggregation(None, 5.0).count(last, norms).outlying
-
-    calm, jump = [said(), said()], [said(), said(norm=30.0)]
-    # The median of the last eight is above a fifth of the norm from the fourth of the new ones on.
-    seen = [after(*[calm] * min(n, 5), *[jump] * (n - 5), last=jump if n >= 5 else calm) for n in range(12)]
-    assert seen == [()] * 5 + [(1,)] * 4 + [()] * 3
-    for last, outlying in (
-        ([said(norm=30.0), said(norm=40.0)], ()),
-        ([said(norm=30.0), said(norm=4.0)], (0,)),
-        ([said(norm=30.0), said(norm=4.0, weight=0)], ()),  # the other did not train
-    ):
-        assert after(*[calm] * 4, last=last) == outlying
-    # Who never moved is not compared with that.
-    assert after(*[[said(norm=0.0), said()]] * 4, last=[said(norm=1e-3), said()]) == ()
-    idle = [said(norm=30.0, weight=0), said(norm=30.0, finite=False)]
-    assert after(*[calm] * 4, *[idle] * 8, last=[said(norm=30.0), said()]) == (0,)
-    assert after(*[calm] * 4, *[idle] * 8, last=jump) == (1,)
+        for group in counted:
+            norms[group].append(controls[group].norm)
 
 
 # Simulated groups whose parameters are moved by hand
@@ -123,8 +101,7 @@ class Pushed:
 
     def __init__(self, groups: int, **choices: Any) -> None:
         self.models = [nn.Linear(4, 1, bias=False) for _ in range(groups)]
-        with torch.no_grad():
-            self.models[0].weight.zero_()
+        nn.init.zeros_(self.models[0].weight)
         self.groups = SimulatedGroups(self.models, **{**PLAIN, "sync_every": 1, "overlap_steps": 0, **choices})
 
     @torch.no_grad()
@@ -144,80 +121,28 @@ class Pushed:
         return float(values[0, 0])
 
     @property
-    def momentum(self) -> list[float]:
-        return self.groups.engines[0].state_dict()["fragments"][0]["state"]["momentum_buffer"].tolist()  # type: ignore[no-any-return]
-
-    @property
     def local(self) -> list[float]:
         return [float(model.weight[0, 0].detach()) for model in self.models]
 
 
-def test_the_norms_of_every_fragment_are_remembered_apart() -> None:
-    models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
-    choices = {**PLAIN, "fragments": [["0.*"], ["1.*"]], "outer_optimizer": OuterOptimizer(outlier_guard=5.0)}
-    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
+def test_where_no_group_has_trained_nothing_moves_but_who_is_not_finite_recovers_and_digests_are_checked() -> None:
+    def outer_state(run: Pushed) -> Any:
+        return run.outer, run.groups.engines[0].state_dict()["fragments"][0]["state"]["momentum_buffer"].tolist()
 
-    @torch.no_grad()
-    def outlying(*lengths: float) -> dict[int, tuple[int, ...]]:
-        """Moves the first fragment of each group by a length, and the second one always by 30."""
-        for model, length in zip(models, lengths, strict=True):
-            model[0].weight += length / 2
-            model[1].weight += 15.0
-        return {landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]}
-
-    for _ in range(5):
-        outlying(1.0, 1.0)
-    assert outlying(30.0, 1.0) == {0: (0,), 1: ()}
-
-
-def test_every_group_counts_by_the_steps_that_it_trained_since_its_own_last_launch_of_the_fragment() -> None:
-    models = [nn.Linear(4, 1, bias=False) for _ in range(2)]
-    groups = SimulatedGroups(models, sync_every=4, overlap_steps=0, **PLAIN)
-    before = groups.outer_state_dict()["weight"]
-    for group, model in enumerate(models):
-        model.weight.data += 1.0 + 3 * group
-    for step in range(4):
-        groups.step(idle=[1] if step >= 2 else [])
-    # (4 * 1 + 2 * 4) / 6
-    torch.testing.assert_close(groups.outer_state_dict()["weight"], before + 2.0)
-    run = Groups(sync_every=8, overlap_steps=3, fragments=LAYERS)
-    weights: list[tuple[int, int, list[int]]] = []
-    for step in range(1, 25):
-        run.step(idle=[1] if step in (7, 8, 9, 20) else [])
-        flights = [engine.state_dict()["flights"][-1:] for engine in run.engines]
-        if step >= 8 and step % 2 == 0:
-            weights.append((step, flights[0][0]["fragment"], [of[0]["weight"] for of in flights]))
-    expected = [[8, 6], [10, 7], [12, 9], [14, 11], [8, 7], [8, 8], [8, 7], [8, 7], [8, 7]]
-    assert weights == [(8 + 2 * n, n % 4, own) for n, own in enumerate(expected)]
-
-
-@pytest.mark.parametrize("mixing", [0.0, 0.5])
-def test_a_group_that_did_not_train_does_not_count_and_where_none_has_nothing_moves(mixing: float) -> None:
-    run = Pushed(2, mixing=mixing)
-    landing = run.push(2.0, 8.0, idle=[1])
-    assert (landing.left_out, landing.outlying, landing.outer_lr) == ((), (), 1.0)
-    assert (run.outer, run.local) == (1.0, [1.0, 1.0 + 3.0 * mixing])
-    run = Pushed(2, mixing=mixing, outer_momentum=0.9)
+    run = Pushed(2, outer_momentum=0.9)
     run.push(2.0, 2.0)
-    before = run.outer, run.local, run.momentum
+    before = outer_state(run)
     for _ in range(5):
         landing = run.push(0.0, 0.0, idle=[0, 1])
         assert (landing.outer_lr, landing.outer_grad_norm, landing.left_out) == (0.0, 0.0, ())
-    assert (run.outer, run.local, run.momentum) == before
-    assert run.groups.engines[0].report()["landings"] == 6
-
-
-def test_where_no_group_has_trained_progress_is_kept_digests_are_checked_and_who_is_not_finite_recovers() -> None:
+    assert outer_state(run) == before
     run = Pushed(2, mixing=0.5)
     run.push(2.0, 8.0, idle=[0, 1])
-    assert (run.outer, run.local) == (0.0, [1.0, 4.0])
+    assert (run.outer, run.local) == (0.0, [1.0, 4.0]), "progress is kept"
+    landing = run.push(nan, 0.0, idle=[1])
+    assert (run.outer, run.local, landing.left_out) == (0.0, [0.0, 4.0], (0,)), "who is not finite recovers"
     run.groups.finish()
-    assert run.local == [2.5, 2.5], "the final exchange takes the plain mean of all"
-    run = Pushed(2, mixing=0.5)
-    run.push(2.0, 2.0)
-    landing = run.push(float("nan"), 4.0, idle=[1])
-    assert (landing.left_out, landing.outer_lr) == ((0,), 0.0)
-    assert (run.outer, run.local) == (1.0, [1.0, 3.0])
+    assert run.local == [2.0, 2.0], "the final exchange takes the plain mean of all"
     run = Pushed(2)
     state = run.groups.engines[1].state_dict()
     state["fragments"][0] = {**state["fragments"][0], "outer": torch.full((4,), 1e-7)}
@@ -266,19 +191,72 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
     assert run.outer > before + 10.0
 
 
-def test_the_guard_compares_with_the_middle_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> None:
-    for length, outlying in ((3.5, ()), (4.5, (1,))):  # twice the mean of the two in the middle is 4
-        run = Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=2.0))
-        for before in (3.0, 1.0, 3.0, 1.0):
-            assert run.push(1.0, before).outlying == ()
-        assert run.push(1.0, length).outlying == outlying
-    for run in (Pushed(2), Pushed(1, outer_optimizer=OuterOptimizer(outlier_guard=2.0))):
+def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> None:
+    guarded: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
+    for run in (Pushed(2), Pushed(1, **guarded)):
         for length in (1.0, 1.0, 1.0, 1.0, 1e6):
             assert run.push(*[1.0, length][-len(run.models) :]).outlying == ()
-    run = Pushed(2, outer_optimizer=OuterOptimizer(clip_norm=3.0, outlier_guard=2.0))
+    run = Pushed(2, **guarded)
     for _ in range(5):
         run.push(1.0, 1.0)
     before = run.outer
     run.models[0].weight.data += 1000.0
     run.groups.finish()
     assert run.local == [before + 500.0] * 2, "neither weighed nor clipped nor guarded"
+    # The first fragment moves by a length, the second one always by 30.
+    models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
+    groups = SimulatedGroups(
+        models, sync_every=2, overlap_steps=0, **PLAIN | guarded | {"fragments": [["0.*"], ["1.*"]]}
+    )
+    for length in (1.0, 1.0, 1.0, 1.0, 1.0, 30.0):
+        for model, own in zip(models, (length, 1.0), strict=True):
+            model[0].weight.data += own / 2
+            model[1].weight.data += 15.0
+        found = {landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]}
+    assert found == {0: (0,), 1: ()}
+
+
+# The digest
+
+
+def defined(words: list[int], start: int) -> int:
+    """The definition, in whole numbers: an odd position is the upper half of a number of 64 bits."""
+    total = 0
+    for place, word in enumerate(words, start):
+        total += word % 2**32 * 2 ** (place % 2 * 32) * (place // 2 * 2 + 1)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@given(
+    values=st.lists(st.floats(width=32), min_size=1, max_size=40),
+    numel=st.integers(1, 300),
+    offset=st.integers(0, 3),
+    start=st.integers(0, 2**40),
+)
+@example(values=SPECIAL, numel=300, offset=1, start=2**40 + 1)
+@settings(max_examples=150, deadline=None)
+def test_the_digest_is_its_definition(values: list[float], numel: int, offset: int, start: int) -> None:
+    given = vector(values, numel + offset)[offset:]  # an address that is no multiple of a vector's
+    assert digest(given, start) == defined(given.view(torch.int32).tolist(), start)
+
+
+def test_digests_of_shards_of_any_kind_and_cut_add_up_and_no_change_goes_unseen() -> None:
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8):
+        for numel in (0, 1, 131_071, 131_072, 131_073, 400_003):
+            values = torch.randn(numel).mul(100).to(dtype)
+            words = dtype.itemsize // 4 or 1
+            whole = digest(values, 7)
+            assert whole == digest(values.expand(3, -1).t()[:, 1], 7)
+            for cut in (0, numel // 3, numel // 2 + 1):
+                parts = digest(values[:cut], 7), digest(values[cut:], 7 + words * min(cut, numel))
+                assert combined(list(parts)) == whole
+        values = torch.arange(1000).to(dtype)
+        assert digest(values) != digest(values.roll(1))
+    words = torch.full((200_001,), -(2**31), dtype=torch.int32)
+    before = digest(words, 2**62 + 1)
+    assert before == defined(words.tolist(), 2**62 + 1)
+    for place in (0, 1, 131_071, 200_000):
+        for bit in (0, 15, 31):
+            changed = words.clone()
+            changed[place] ^= torch.tensor(1 << bit).to(torch.int32)
+            assert digest(changed, 2**62 + 1) != before

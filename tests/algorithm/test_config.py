@@ -30,15 +30,9 @@ def test_numbers_mean_what_they_say_and_the_rest_is_chosen() -> None:
     assert not {"outer_lr", "outer_momentum"} & own.fixed_by_a_checkpoint().keys()
 
 
-def test_a_checkpoint_has_the_last_word_on_what_is_left_open() -> None:
-    saved = Settings(outer_lr=1, mixing=0.3).chosen_for(2).fixed_by_a_checkpoint()
-    taken = Settings(outer_momentum=0.25).taken_from(saved)
-    assert taken.numbers == {"outer_lr": 1, "outer_momentum": 0.25, "mixing": 0.3}
-    assert {**taken.fixed_by_a_checkpoint(), "outer_momentum": saved["outer_momentum"]} == saved
-    assert Settings().taken_from(Settings().fixed_by_a_checkpoint()) == Settings(), "saved before the choice"
-
-
-def test_what_waits_in_a_memory_is_a_momentum_already() -> None:
+def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_suit_it_get_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     kinds: dict[Any, bool] = {
         "sparse": True,
         ErrorFeedback(Threshold(1 / 64, Float32(), least=1.5)): True,
@@ -58,36 +52,35 @@ def test_what_waits_in_a_memory_is_a_momentum_already() -> None:
     # A momentum that was given does not get the rate of none.
     assert Settings(compression="sparse", outer_momentum=0.9).chosen_for(2).outer_lr == recommended().outer_lr
     assert Settings(compression=SENDERS).chosen_for(4).outer_lr == 1.0 < sparse.outer_lr
-    for outer_lr, is_bad in {0.1: True, 1.0: False, 3.2: True}.items():
-        given = Settings(compression=SENDERS, outer_lr=outer_lr, outer_momentum=0.0)
-        assert bool(given.better_for_sparse(4)) == is_bad
-
-
-def test_numbers_that_do_not_suit_sparse_get_one_warning_that_names_those_that_do(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
     cases: list[tuple[dict[str, Any], bool]] = [
         ({"outer_momentum": 0.9}, True),
-        ({"outer_lr": 0.4}, True),
         ({"outer_lr": 4.0}, True),
         ({}, False),
-        ({"outer_lr": 1.0}, False),
         ({"outer_lr": 1.0, "outer_momentum": 0.5}, False),
         ({"outer_lr": 0.4, "outer_momentum": 0.9, "compression": "fp4"}, False),
         ({"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}, False),
+        *(
+            ({"outer_lr": rate, "outer_momentum": 0.0, "compression": SENDERS}, is_bad)
+            for rate, is_bad in ((0.1, True), (1.0, False), (3.2, True))
+        ),
     ]
-    suits = recommended(is_sparse=True)
     for choices, is_bad in cases:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            SimulatedGroups([mlp(), mlp()], **{"compression": "sparse", **choices})
+            SimulatedGroups([mlp() for _ in range(4)], **{"compression": "sparse", **choices})
         told = [record.getMessage() for record in caplog.records if "known not to suit" in record.getMessage()]
         assert len(told) == is_bad, choices
+        suits = recommended(is_sparse=True)._replace(**({"outer_lr": 1.0} if choices.get("compression") else {}))
         for message in told:
             assert f"chooses outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
 
 
-def test_a_run_is_resumed_with_the_numbers_that_it_was_saved_with(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_last_word_on_what_is_left_open(tmp_path: Path) -> None:
+    saved = Settings(outer_lr=1, mixing=0.3).chosen_for(2).fixed_by_a_checkpoint()
+    taken = Settings(outer_momentum=0.25).taken_from(saved)
+    assert taken.numbers == {"outer_lr": 1, "outer_momentum": 0.25, "mixing": 0.3}
+    assert {**taken.fixed_by_a_checkpoint(), "outer_momentum": saved["outer_momentum"]} == saved
+    assert Settings().taken_from(Settings().fixed_by_a_checkpoint()) == Settings(), "saved before the choice"
     assert StreamingDiLoCo(mlp(), **CUT).state_dict()["settings"]["outer_lr"] == repr(recommended().outer_lr)
     numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
     whole, resumed = Groups(**CUT, **numbers), Groups(**CUT)

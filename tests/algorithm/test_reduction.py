@@ -3,20 +3,17 @@
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
-from lightning_sdiloco.comm.exchange import LENGTH_BYTES, DirectExchange
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.exchange import LENGTH_BYTES
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -36,8 +33,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups as Hosts
 from lightning_sdiloco.planning.workload import Model
-from tests.engine.groups import Groups, outer_state, unlike
-from tests.ranks import run_ranks
+from tests.engine.groups import Groups, unlike
 from tests.training import LAYERS, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS}
@@ -47,13 +43,6 @@ FAMILY: list[Compression] = [
     RandomBlock(3, BFloat16()),
     TopK(0.1, Float32()),
 ]
-UNEVEN = TwoShot((0.7, 0.3, 0))
-
-
-def trained(groups: int, steps: int, **choices: Any) -> Groups:
-    run = Groups(groups, **{**CHOICES, **choices})
-    run.until(steps)
-    return run
 
 
 # The same mean
@@ -93,8 +82,7 @@ def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
 # What is sent
 
 
-@pytest.mark.parametrize("exchange", ["gather", "two_shot"])
-def test_a_fragment_without_values_sends_nothing_but_its_control_vector(exchange: str) -> None:
+def test_a_fragment_without_values_sends_nothing_but_its_control_vector() -> None:
     def net(seed: int) -> nn.Module:
         model = nn.Sequential(*mlp())
         model.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
@@ -102,38 +90,36 @@ def test_a_fragment_without_values_sends_nothing_but_its_control_vector(exchange
 
     for compression in (*COMPRESSIONS, ByLink()):
         codec: Any = resolve(compression)
-        way = "auto" if codec.varies() or codec.counts_senders() else exchange
-        choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5, "compression": compression}
-        run = Groups(3, "sgd", net, fragments=[["none"], ["*.*"]], exchange=way, **choices)
-        for engine in run.engines:
-            engine.diagnose()
-        landings = [landing for landing in run.until(8) if landing.fragment == 0]
-        assert len(landings) == 3
-        words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
-        assert {landing.bytes_sent for landing in landings} == {2 * words}, compression
-        run.groups.finish()
-
-
-def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
-    """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
-    run = SimulatedGroups([mlp() for _ in range(groups)], **{**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices})
-    for _ in range(7):
-        run.step()
-    reports = [engine.report() for engine in run.engines]
-    assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
-    assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
-    return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
+        for exchange in ("auto",) if codec.varies() or codec.counts_senders() else ("gather", "two_shot"):
+            choices: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "mixing": 0.5, "compression": compression}
+            run = Groups(3, "sgd", net, fragments=[["none"], ["*.*"]], exchange=exchange, **choices)
+            for engine in run.engines:
+                engine.diagnose()
+            landings = [landing for landing in run.until(8) if landing.fragment == 0]
+            words = CONTROL_BYTES + (LENGTH_BYTES if codec.varies() else 0)
+            assert [landing.bytes_sent for landing in landings] == [2 * words] * 3, compression
+            run.groups.finish()
 
 
 def test_the_bytes_of_two_shots_are_those_of_the_parts() -> None:
+    def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
+        """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
+        choices = {**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices}
+        run = SimulatedGroups([mlp() for _ in range(groups)], **choices)
+        for _ in range(7):
+            run.step()
+        reports = [engine.report() for engine in run.engines]
+        assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
+        assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
+        return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
+
     for compression in FAMILY:
         for groups in (2, 4):
             total, sizes = sent(groups, exchange="two_shot", compression=compression)
             parts = [CONTROL_BYTES + 2 * compression.wire_bytes(-(-size // groups)) for size in sizes]
             assert total == (groups - 1) * sum(parts), compression
     two, all_ = (sent(6, fragments=[["*"]], exchange=one, compression="fp32")[0] for one in ("two_shot", "gather"))
-    control = 5 * CONTROL_BYTES
-    assert (two - control) / (all_ - control) == pytest.approx(1 / 3, rel=0.02)
+    assert (two - 5 * CONTROL_BYTES) / (all_ - 5 * CONTROL_BYTES) == pytest.approx(1 / 3, rel=0.02)
 
 
 # What roundings lose
@@ -164,59 +150,27 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean() -> None:
         torch.testing.assert_close(sent + encoded.memory, gradient, rtol=0, atol=1e-6)
 
 
-def test_a_residual_changes_at_landings_only_and_not_where_no_group_counts() -> None:
-    run = Groups(3, sync_every=4, overlap_steps=2, fragments=[["*"]], exchange="two_shot")
-    seen = []
-    for step in range(1, 19):
-        run.step(idle=range(3) if step > 8 else ())
-        seen.append(outer_state(run.engines[0])[0]["residual"])
-    assert seen[:5] == [None] * 5
-    for step in (6, 10):  # the launch after step 8 counts steps 5 to 8; that after step 12 none
-        assert seen[step - 1] is not None
-    assert torch.equal(seen[5], seen[8])
-    assert not torch.equal(seen[5], seen[9])
-    assert all(torch.equal(seen[9], later) for later in seen[10:])
-
-
-@pytest.mark.parametrize("remembers", [True, False])
-def test_what_a_group_has_not_sent_comes_later_in_two_shots_too(remembers: bool) -> None:
+def test_what_a_group_has_not_sent_comes_later_in_two_shots_too() -> None:
     """From the memory of a group that trained on; and of one that does not count, what the second rounding lost."""
-    models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
-    nn.init.zeros_(models[0].weight)
-    run = Pushable(models, ErrorFeedback(TopK(0.5, Float32())) if remembers else TopK(0.5, Float32()))
-    if remembers:
-        run.push([[8.0, 7.0, 2.0, 1.0]] * 3)
-        assert [run.after(()), run.after(())] == [[8.0, 7.0, 0.0, 0.0], [8.0, 7.0, 2.0, 1.0]]
-    else:
+    top = TopK(0.5, Float32())
+    cases: list[tuple[Compression, list[list[float]], Any, list[list[float]]]] = [
+        (ErrorFeedback(top), [[8, 7, 2, 1]] * 3, (), [[8, 7, 0, 0], [8, 7, 2, 1]]),
         # Two values of each part come from a group, which loses nothing. Their mean has four, of which two go at once.
-        run.push([[8.0, 7.0, 0.0, 0.0], [0.0, 0.0, 2.0, 1.0]])
-        assert [run.after([2]), run.after([2])] == [[4.0, 3.5, 0.0, 0.0], [4.0, 3.5, 1.0, 0.5]]
-
-
-class Pushable:
-    def __init__(self, models: list[nn.Linear], compression: Compression) -> None:
+        (top, [[8, 7, 0, 0], [0, 0, 2, 1], [0, 0, 0, 0]], [2], [[4, 3.5, 0, 0], [4, 3.5, 1, 0.5]]),
+    ]
+    for compression, progress, idle, expected in cases:
+        models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
+        nn.init.zeros_(models[0].weight)
         choices: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "exchange": "two_shot"}
-        self.models = models
-        self.run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=compression, **choices)
-
-    def push(self, by: list[list[float]]) -> None:
-        for model, own in zip(self.models, by, strict=False):
+        run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=compression, **choices)
+        for model, own in zip(models, progress, strict=True):
             model.weight.data += torch.tensor(own * 3)
-
-    def after(self, idle: Any) -> list[float]:
-        self.run.step(idle=idle)
-        (values,) = self.run.outer_state_dict()["weight"].tolist()
-        assert values == values[:4] * 3
-        return list(values[:4])
+        for values in expected:
+            run.step(idle=idle)
+            assert run.outer_state_dict()["weight"].tolist() == [values * 3], compression
 
 
-# Which one
-
-
-@pytest.mark.parametrize("exchange", ["all_reduce", "two-shot", None, True, 2])
-def test_an_unknown_exchange_is_refused_with_those_that_are_known(exchange: Any) -> None:
-    with pytest.raises(ValueError, match=r"exchange=.* is not known. It is one of 'auto', 'gather', 'two_shot'"):
-        Settings(exchange=exchange)
+# Which one, and parts that suit the links
 
 
 def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out() -> None:
@@ -224,9 +178,6 @@ def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_ar
         ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
         more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
         assert ways == [AllReduce, AllReduce, more, more], compression
-
-
-# Parts that suit the links
 
 
 def bisected(links: list[float]) -> float:
@@ -239,103 +190,51 @@ def bisected(links: list[float]) -> float:
     return high
 
 
-@pytest.mark.parametrize(
-    "links", [[1, 1, 1, 0.5], [1, 2, 3], [5, 1, 1, 1, 1], [1, 1, 0.9, 1.1], [10, 1, 2, 7, 3, 3, 0.7, 1]], ids=str
-)
-def test_the_shares_take_the_least_time(links: list[float]) -> None:
-    shares = TwoShot(links=links).shares(len(links))
-    assert shares is not None
-    assert sum(shares) == pytest.approx(1)
-    busy = max((1 + (len(links) - 2) * share) / link for link, share in zip(links, shares, strict=True))
-    assert busy == pytest.approx(bisected(links))
+def test_the_shares_take_the_least_time_and_rounds_that_the_links_hold_up_are_as_short_as_that() -> None:
+    unequal = [1, 1, 1, 0.5]
+    for links in (unequal, [1, 2, 3], [5, 1, 1, 1, 1], [1, 1, 0.9, 1.1], [10, 1, 2, 7, 3, 3, 0.7, 1]):
+        shares = TwoShot(links=links).shares(len(links))
+        assert shares is not None
+        assert sum(shares) == pytest.approx(1)
+        busy = max((1 + (len(links) - 2) * share) / link for link, share in zip(links, shares, strict=True))
+        assert busy == pytest.approx(bisected(links))
 
-
-def test_on_unequal_links_rounds_that_the_links_hold_up_are_shorter_by_the_closed_form() -> None:
-    links = [Link(one / 100) for one in (1, 1, 1, 0.5)]
-    exchanges = ("two_shot", TwoShot("by_bandwidth", [1, 1, 1, 0.5]))
-    ends = []
-    for exchange in exchanges:
+    def ends(exchange: Any, rates: list[float], one_link: bool = False) -> float:
         settings = Settings(sync_every=10, overlap_steps=9, exchange=exchange)
         method = Streaming(Model.of_size(24_000_000, layers=12), settings, Hosts(step_time=1e-3, groups=4))
-        steps = play(method, links[0], 400, [1.0] * 4, links=links)[0].steps
-        ends.append(steps[-1] - steps[199])
-    assert ends[0] / ends[1] == pytest.approx(1.5, rel=1e-2)
+        links = [Link(rate / 100) for rate in rates]
+        steps = play(method, links[0], 400, [1.0] * 4, links=() if one_link else links)[0].steps
+        return steps[-1] - steps[199]
+
+    assert ends("two_shot", unequal) / ends(TwoShot("by_bandwidth", unequal), unequal) == pytest.approx(1.5, rel=1e-2)
+    assert ends("two_shot", [1.0] * 4) == pytest.approx(ends("two_shot", [1.0] * 4, one_link=True), rel=0.02)
 
 
-def test_like_links_take_as_long_as_one_link_for_all() -> None:
-    settings = Settings(sync_every=10, overlap_steps=5, exchange="two_shot", compression="fp4")
-    method = Streaming(Model.of_size(24_000_000, layers=12), settings, Hosts(step_time=0.1, groups=4))
-    link = Link(0.05, round_trip=0.01)
-    one, each = (play(method, link, 100, [1.0] * 4, links=links)[0].steps[-1] for links in ((), [link] * 4))
-    assert each == pytest.approx(one, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"parts": "fast"}, "is not known"),
-        ({"parts": [1, -1]}, "not negative"),
-        ({"links": [1, 0]}, "positive numbers"),
-        ({"parts": [1, 1], "links": [1, 1]}, "does not ask for them"),
-    ],
-    ids=str,
-)
-def test_what_is_no_part_is_refused(arguments: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        TwoShot(**arguments)
-
-
-def test_links_that_nobody_measures_and_another_number_of_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="only a Trainer measures them"):
-        trained(3, 1, exchange=TwoShot())
-    with pytest.raises(ValueError, match="2 numbers for 3 worker groups"):
-        trained(3, 1, exchange=TwoShot(links=[1, 1]))
-    with pytest.raises(ValueError, match="over='senders'"):
-        Settings(exchange=UNEVEN, compression=TopK(0.1, Float32(), over="senders"))
-
-
-def test_a_checkpoint_tells_which_parts_it_had() -> None:
-    for exchange in (TwoShot().over([0.98, 1, 0.4999]), UNEVEN, TwoShot((1, 1), backend="nccl")):
+def test_what_is_no_exchange_or_part_is_refused_and_a_checkpoint_tells_what_it_had() -> None:
+    uneven, senders = TwoShot((0.7, 0.3, 0)), TopK(0.1, Float32(), over="senders")
+    refused: list[tuple[Callable[[], Any], str]] = [
+        *(
+            (
+                lambda given=given: Settings(exchange=given),
+                r"=.* is not known. It is one of 'auto', 'gather', 'two_shot'",
+            )
+            for given in ("all_reduce", "two-shot", None, True, 2)
+        ),
+        (lambda: TwoShot("fast"), "is not known"),  # type: ignore[arg-type]
+        (lambda: TwoShot([1, -1]), "not negative"),
+        (lambda: TwoShot(links=[1, 0]), "positive numbers"),
+        (lambda: TwoShot([1, 1], links=[1, 1]), "does not ask for them"),
+        (lambda: Groups(3, exchange=TwoShot(), **CHOICES), "only a Trainer measures them"),
+        (lambda: Groups(3, exchange=TwoShot(links=[1, 1]), **CHOICES), "2 numbers for 3 worker groups"),
+        (lambda: Settings(exchange=uneven, compression=senders), "over='senders'"),
+    ]
+    for make, says in refused:
+        with pytest.raises(ValueError, match=says):
+            make()
+    for exchange in (TwoShot().over([0.98, 1, 0.4999]), uneven, TwoShot((1, 1), backend="nccl")):
         assert TwoShot.read(repr(exchange), exchange.backend) == exchange
     assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)
-
-
-# The way
-
-
-def test_a_connection_carries_messages_of_different_sizes_to_different_groups() -> None:
-    def run(rank: int, world_size: int) -> list[list[int]]:
-        exchange = DirectExchange(dist.new_group(), dist.new_group())
-        # What goes to a group is as long as its number and two more.
-        posted = [
-            exchange.post([torch.full((to + 2,), 10 * rank + to + 50 * turn, dtype=torch.uint8) for to in range(3)])
-            for turn in range(2)
-        ]
-        collected = [exchange.collect(one, time.monotonic() + 30) for one in posted]
-        assert exchange.bytes_sent == 2 * sum(to + 2 for to in range(3) if to != rank)
-        assert exchange.bytes_received == 2 * 2 * (rank + 2)
-        return [message.tolist() for messages in collected for message in messages]
-
-    for rank, received in enumerate(run_ranks(run, 3)):
-        assert received == [[10 * sender + rank + 50 * turn] * (rank + 2) for turn in range(2) for sender in range(3)]
-
-
-def test_what_the_hosts_say_waits_for_no_payload() -> None:
-    """The payload of a group is held back; what its host says arrives."""
-
-    def run(rank: int, world_size: int) -> int:
-        topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5))
-        words = topology.control.post([torch.full((CONTROL_BYTES,), rank, dtype=torch.uint8)] * 2)
-        posted = topology.exchange.post([torch.zeros(1 << 20, dtype=torch.uint8)] * 2) if rank == 0 else None
-        said = topology.control.collect(words, time.monotonic() + 5)
-        dist.barrier()
-        if posted is None:
-            posted = topology.exchange.post([torch.zeros(1 << 20, dtype=torch.uint8)] * 2)
-        topology.exchange.collect(posted, time.monotonic() + 5)
-        return int(said[1 - rank][0])
-
-    assert run_ranks(run, 2) == [1, 0]
 
 
 # The background
@@ -350,6 +249,7 @@ def in_stages(*stages: Callable[[], Any]) -> Work[Any]:
 
 
 def test_flights_overlap_their_stages_keep_the_order_of_launches_and_one_that_fails_ends_alone() -> None:
+    before = threading.active_count()
     background, second_was_sent, order = ThreadBackground(torch.device("cpu")), threading.Event(), []
 
     def wait() -> None:
@@ -372,16 +272,9 @@ def test_flights_overlap_their_stages_keep_the_order_of_launches_and_one_that_fa
     assert {name: [number for own, number in order if own == name] for name, _ in order} == {
         name: list(range(50)) for name in "abc"
     }
-    background.close()
-
-
-def test_the_threads_of_a_background_end_with_it() -> None:
-    before = threading.active_count()
-    background: ThreadBackground | None = ThreadBackground(torch.device("cpu"))
+    # Its threads end with it.
     assert threading.active_count() == before + 3
-    assert background is not None
-    background.start(in_stages(*[lambda: None] * 3)).result()
-    del background
+    del background, first, second, failed, flights
     deadline = time.monotonic() + 10
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)

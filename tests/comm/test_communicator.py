@@ -25,42 +25,35 @@ def derivatives(gather: Any, rank: int) -> list[Tensor]:
     return [gathered.detach(), gradient.detach(), x.grad]
 
 
-def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group() -> None:
+def test_values_and_gradients_are_those_of_torch_over_the_ranks_of_the_group_and_all_hear_what_one_raises() -> None:
     """Also of a group of one, and of a process that has joined no other."""
 
-    def grouped(rank: int, world_size: int, size: int) -> list[Tensor]:
+    def grouped(rank: int, world_size: int, size: int) -> Any:
+        def act() -> int:
+            if rank == 1:
+                raise FileNotFoundError(2, "No such file", "model")
+            return 10 * rank
+
+        every = Communicator(dist.group.WORLD).attempt(act)
+        assert [type(one.raised) for one in every if one.raised] == [FileNotFoundError] * (rank == 1)
         groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world_size, size)]
-        return derivatives(Communicator(groups[rank // size]).all_gather_with_gradients, rank)
+        gather = Communicator(groups[rank // size]).all_gather_with_gradients
+        return [one[:3] for one in every], derivatives(gather, rank)
 
     def alone(rank: int, world_size: int, first: int) -> list[Tensor]:
         return derivatives(lambda x: torch.stack(all_gather(x)), first + rank)
 
+    failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
     for size, groups in ((1, 2), (3, 1), (2, 2)):
         expected = [own for group in range(groups) for own in run_ranks(alone, size, size * group)]
-        for one, other in zip(run_ranks(grouped, size * groups, size), expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        for (heard, one), other in zip(run_ranks(grouped, size * groups, size), expected, strict=True):
+            assert all(map(torch.equal, one, other))
+            assert heard[0] == (0, (), "")
+            assert heard[1] == (None, failure, "[Errno 2] No such file: 'model'")
+            assert heard[2:] == [(10 * of, (), "") for of in range(2, size * groups)]
     gathered, gradient, _ = derivatives(Communicator().all_gather_with_gradients, 0)
     assert gathered.shape == (1, 3, 5)
     assert gradient.abs().sum() > 0
-
-
-def tried(rank: int, world_size: int) -> list[Any]:
-    def act() -> int:
-        if rank == 1:
-            raise FileNotFoundError(2, "No such file", "model")
-        return 10 * rank
-
-    every = Communicator(dist.group.WORLD).attempt(act)
-    assert [type(one.raised) for one in every] == [
-        FileNotFoundError if rank == of == 1 else type(None) for of in range(3)
-    ]
-    return [one[:3] for one in every]
-
-
-def test_what_one_rank_raises_all_ranks_hear() -> None:
-    failure = ("FileNotFoundError", "OSError", "Exception", "BaseException", "object")
-    expected = [(0, (), ""), (None, failure, "[Errno 2] No such file: 'model'"), (20, (), "")]
-    assert run_ranks(tried, 3) == [expected] * 3
 
 
 def test_plain_values_arrive_as_they_were() -> None:
@@ -84,35 +77,24 @@ def test_tensors_arrive_bit_for_bit_with_shape_and_dtype() -> None:
     assert decode(encode(sent)).view(torch.int32).item() == 0x7FC12345, "a NaN keeps its bits"
 
 
-@pytest.mark.parametrize("value", [object(), ValueError("text"), torch.float32, lambda: None, {1: [object()]}])
-def test_what_is_no_plain_value_is_not_sent(value: Any) -> None:
-    with pytest.raises(TypeError, match="only plain values travel"):
-        encode(value)
-
-
-def framed(text: str) -> bytes:
-    return len(text).to_bytes(8, "little") + text.encode()
-
-
 class Bomb:
     def __reduce__(self) -> Any:
         return pytest.fail, ("it was executed",)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        pickle.dumps(Bomb()),
-        framed("{}"),
-        framed('["call", "os.system"]'),
-        framed('["bytes", 99]'),
-        framed('["tensor", 0, "float32", 1000000]'),
-        framed('["tensor", -1, "torch.float32"]'),
-        framed('["dict", 1]'),
-        framed("[" * 100000),
-    ],
-)
-def test_what_is_something_else_is_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="no plain value"):
-        decode(data)
+def test_what_is_no_plain_value_is_neither_sent_nor_read() -> None:
+    for value in (object(), ValueError("text"), torch.float32, lambda: None, {1: [object()]}):
+        with pytest.raises(TypeError, match="only plain values travel"):
+            encode(value)
+    framed = (
+        "{}",
+        '["call", "os.system"]',
+        '["bytes", 99]',
+        '["tensor", 0, "float32", 1000000]',
+        '["tensor", -1, "torch.float32"]',
+        '["dict", 1]',
+        "[" * 100000,
+    )
+    for data in (b"", pickle.dumps(Bomb()), *(len(text).to_bytes(8, "little") + text.encode() for text in framed)):
+        with pytest.raises(ValueError, match="no plain value"):
+            decode(data)

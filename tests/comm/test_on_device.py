@@ -6,14 +6,12 @@ The device and its backend are pretended, see `tests.pretend`. No GPU has run th
 import os
 import re
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor
 
@@ -23,9 +21,10 @@ from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.engine.flight import ThreadBackground
 from lightning_sdiloco.lightning.options import measure_link
 from lightning_sdiloco.planning.link import Link
-from tests import pretend
+from tests import fits, pretend
+from tests.comm.test_gloo import unequal
 from tests.known_training import CHOICES as KNOWN
-from tests.known_training import STEPS, LateLane, Training, same, wait_for_flights
+from tests.known_training import STEPS, LateLane, Training, same, shown_run, wait_for_flights
 from tests.pretend import IS_POSSIBLE, ccl
 from tests.ranks import run_processes, run_ranks
 
@@ -50,21 +49,6 @@ def joined(world_size: int, groups: int, device: str) -> Topology:
     return Topology.of_world(layout, timeout, on_device=DeviceBackend(ccl.NAME, torch.device(device)))
 
 
-def run_of(training: Training) -> tuple[Seen, dict[str, float], int]:
-    """What a run holds after every step, what it counts, and how many flights were in flight at once."""
-    in_flight = []
-    for step in range(STEPS):
-        training.step()
-        in_flight.append(len(training.engine.in_flight))
-        if step % 3 == 1:
-            with training.engine.evaluate():
-                training.keep()
-    training.engine.finish()
-    training.keep()
-    counts = {name: count for name, count in training.engine.report().items() if not name.endswith("_s")}
-    return training.trajectory(), counts, max(in_flight)
-
-
 CASES: dict[tuple[int, int], list[tuple[str, type[ThreadBackground]]]] = {
     # By groups and ranks.
     (3, 3): [("fp4", LateLane), ("random, two shots", ThreadBackground), ("error feedback", LateLane)],
@@ -82,7 +66,9 @@ def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo
             for name, lane in CASES[groups, ranks]:
                 training = Training(device, topology.group_index, lane=lane, topology=topology, **CHOICES[name])
                 training.engine.diagnose()
-                seen[name].append(run_of(training))
+                kept = shown_run(training)
+                counts = {name: own for name, own in training.engine.report().items() if not name.endswith("_s")}
+                seen[name].append((kept, counts, training.most_in_flight))
         ways = [type(way) for way in (topology.control, topology.exchange, topology.second_hop)]
         assert ways == [DirectExchange, DeviceExchange, DeviceExchange]
         return {
@@ -125,27 +111,17 @@ def alone_on_device(world_size: int) -> DeviceExchange:
     return exchange
 
 
-def on_device(value: int, size: int) -> Tensor:
-    return torch.full((size,), value, dtype=torch.uint8, device="pretend")
-
-
 def test_messages_of_different_sizes_reach_their_groups_and_nothing_is_sent_for_nothing() -> None:
-    def run(rank: int, world_size: int) -> list[list[int]]:
+    def run(rank: int, world_size: int) -> None:
         exchange = alone_on_device(world_size)
         # Views that are not contiguous are sent as they look.
-        view = torch.stack([on_device(rank, 3), on_device(rank + 10, 3)]).t().reshape(3, 2)[:, 1]
+        view = torch.tensor([[rank, rank + 10]] * 3, dtype=torch.uint8, device="pretend")[:, 1]
         ring = exchange.collect(exchange.post([view] * 3), time.monotonic() + 30)
         assert [messages.tolist() for messages in ring] == [[sender + 10] * 3 for sender in range(3)]
         assert (exchange.bytes_sent, exchange.bytes_received) == (6, 6)
-        # What goes to a group is as long as its number.
-        posted = [exchange.post([on_device(10 * rank + to + 50 * turn, to) for to in range(3)]) for turn in range(2)]
-        collected = [exchange.collect(one, time.monotonic() + 30) for one in posted]
-        assert exchange.bytes_sent == 6 + 2 * sum(to for to in range(3) if to != rank)
-        assert exchange.bytes_received == 6 + 2 * 2 * rank
-        return [message.tolist() for messages in collected for message in messages]
+        unequal(exchange, rank, "pretend")
 
-    for rank, received in enumerate(run_ranks(run, 3)):
-        assert received == [[10 * sender + rank + 50 * turn] * rank for turn in range(2) for sender in range(3)]
+    run_ranks(run, 3)
 
 
 def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> None:
@@ -156,20 +132,13 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and
         raise Joined(args[3])
 
     def run(rank: int, world_size: int) -> list[str]:
-        found = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
-            patch.setattr(Topology, "of_world", of_world)
-            for given in ("auto:nccl", TwoShot("equal", backend="nccl"), "gather:gloo", "auto"):
-                trainer = Trainer(
-                    accelerator="cpu",
-                    strategy=StreamingDiLoCoStrategy(exchange=given),
-                    logger=False,
-                    enable_checkpointing=False,
-                )
-                with pytest.raises(Joined) as joined:
-                    trainer.fit(BoringModel())
-                found.append(str(joined.value))
+        found, patch = [], pytest.MonkeyPatch()
+        patch.setattr("lightning_sdiloco.lightning.groups.nccl_on", lambda device: DeviceBackend("stub", device))
+        patch.setattr(Topology, "of_world", of_world)
+        for given in ("auto:nccl", TwoShot("equal", backend="nccl"), "gather:gloo", "auto"):
+            with pytest.raises(Joined) as joined:
+                fits.trainer(strategy=StreamingDiLoCoStrategy(exchange=given)).fit(BoringModel())
+            found.append(str(joined.value))
         return found
 
     stub = str(DeviceBackend("stub", torch.device("cpu")))
@@ -188,18 +157,16 @@ def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and
 def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
     def run(rank: int, world_size: int) -> tuple[str, float, bool]:
         exchange = alone_on_device(world_size)
-        if rank:
-            dist.barrier()
-            return "", 0.0, True
-        started = time.monotonic()
-        with pytest.raises(Unanswered) as late:
-            exchange.collect(exchange.post([on_device(0, 10)] * world_size), started + 0.5)
-        took = time.monotonic() - started
-        message = str(late.value)
-        # Nobody but the exchange keeps the messages now, and their memory is not given to the next tensor.
-        del late
-        torch.empty(10, dtype=torch.uint8, device="pretend")
-        aborted = exchange._process_group.aborted.wait(5)  # type: ignore[attr-defined]
+        message, took, aborted, started = "", 0.0, True, time.monotonic()
+        if not rank:
+            nothing = torch.zeros(10, dtype=torch.uint8, device="pretend")
+            with pytest.raises(Unanswered) as late:
+                exchange.collect(exchange.post([nothing] * world_size), started + 0.5)
+            message, took = str(late.value), time.monotonic() - started
+            # Nobody but the exchange keeps the messages now, and their memory is not given to the next tensor.
+            del late
+            torch.empty(10, dtype=torch.uint8, device="pretend")
+            aborted = exchange._process_group.aborted.wait(5)  # type: ignore[attr-defined]
         dist.barrier()
         return message, took, aborted
 
@@ -213,36 +180,26 @@ def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
         assert aborted
 
 
-def stopping(at_step_9: str) -> Callable[[int, int], None]:
+def stopping(rank: int, world_size: int, how: str) -> None:
     """A training in which the last rank, of the last group, stops after the launch of a fragment."""
-
-    def run(rank: int, world_size: int) -> None:
-        topology = joined(world_size, 2, "pretend")
-        training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=1))
-        if rank == world_size - 1:
-            if at_step_9 == "silent":
-                # Its hosts go on to answer, and its device does not.
-                topology.exchange.post = lambda *_: None  # type: ignore[method-assign]
-                training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(2)  # type: ignore[method-assign]
-            else:
-                topology.exchange.post = dying  # type: ignore[method-assign]
-        for _ in range(STEPS):
-            training.step()
-
-    return run
-
-
-def dying(messages: Any) -> None:
-    os._exit(3)
+    topology = joined(world_size, 2, "pretend")
+    training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=1))
+    if rank == world_size - 1:
+        if how == "silent":
+            # Its hosts go on to answer, and its device does not.
+            topology.exchange.post = lambda *_: None  # type: ignore[method-assign]
+            training.engine.rounds._synchronizer._collect = lambda *_: time.sleep(2)  # type: ignore[method-assign]
+        else:
+            topology.exchange.post = lambda *_: os._exit(3)  # type: ignore[method-assign]
+    for _ in range(STEPS):
+        training.step()
 
 
 def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named_and_so_does_one_that_dies() -> None:
-    errors = run_ranks(stopping("silent"), 4, expect_failure=True, timeout=60)
+    errors = run_ranks(stopping, 4, "silent", expect_failure=True, timeout=60)
     for rank in range(2):
-        assert "ExchangeError" in errors[rank]
-        assert "worker group 1 did not answer" in errors[rank]
-        assert "raise timeout" in errors[rank]
-    errors = run_ranks(stopping("dies"), 2, expect_failure=True, timeout=60)
+        assert re.search(r"ExchangeError: .*worker group 1 did not answer.*raise timeout", errors[rank], re.S)
+    errors = run_ranks(stopping, 2, "dies", expect_failure=True, timeout=60)
     assert re.search(r"ExchangeError: worker group 1 (went away|did not answer)", errors[0])
 
 
@@ -257,8 +214,7 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
         backend = DeviceBackend("mute", torch.device("pretend"))
         Topology.of_world(GroupLayout(2, 2), timedelta(seconds=5), on_device=backend)
 
-    errors = run_ranks(run, 2, expect_failure=True)
-    for error in errors.values():
-        assert "ValueError: The ranks [0, 1] of the worker groups cannot exchange over mute" in error
-        assert "no route to host" in error
-        assert "NCCL_SOCKET_IFNAME" in error
+    errors = run_ranks(run, 2, expect_failure=True).values()
+    told = [error[error.rindex("ValueError: The ranks [0, 1] of the worker groups cannot") :] for error in errors]
+    assert ["cannot exchange over mute" in one and "NCCL_SOCKET_IFNAME" in one for one in told] == [True, True]
+    assert "no route to host" in told[0], "the first to fail knows why"

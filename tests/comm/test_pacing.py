@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,12 +46,8 @@ class Link:
         self.connections: Any = [SimulatedConnection() for _ in range(connections)]
         self.pacing = Pacing(self.connections)
 
-    def send(self, sizes: list[int]) -> float:
-        """Sends a message on each connection, and returns how long the slowest one took."""
-        self.pacing.prepare(sizes)
-        return self.carry(sizes)
-
     def carry(self, sizes: list[int]) -> float:
+        """Sends a message on each connection, and returns how long the slowest one took."""
         share = self.bytes_per_s / len(sizes)
         limits = [one.limited or 2 * share for one in self.connections]
         above = max(0.0, sum(limits) / self.bytes_per_s - 1)
@@ -60,11 +55,10 @@ class Link:
         busy = sum(sizes) / min(self.bytes_per_s, sum(limits)) * (1 + min(0.5, above)) + self.round_trip
         lost = 0.1 * (above * busy > self.queue_s)
         for one, size, limit in zip(self.connections, sizes, limits, strict=True):
-            packets = size // 1448
             one.now = Counters(
                 nbytes=one.now.nbytes + size,
-                packets=one.now.packets + packets,
-                sent_again=one.now.sent_again + round(lost * packets),
+                packets=one.now.packets + size // 1448,
+                sent_again=one.now.sent_again + round(lost * (size // 1448)),
                 busy_s=one.now.busy_s + busy,
                 round_trip=self.round_trip + min(above * busy, self.queue_s),
                 shortest_round_trip=self.round_trip,
@@ -74,7 +68,11 @@ class Link:
         return busy
 
     def send_many(self, messages: int, size: int = 1_000_000) -> list[float]:
-        return [self.send([size] * len(self.connections)) for _ in range(messages)]
+        seconds = []
+        for _ in range(messages):
+            self.pacing.prepare([size] * len(self.connections))
+            seconds.append(self.carry([size] * len(self.connections)))
+        return seconds
 
     @property
     def limit(self) -> float:
@@ -100,7 +98,7 @@ def test_messages_leave_as_fast_as_the_link_carries_them(
     assert sum(seconds[-20:]) / 20 <= above * (1 + link.round_trip)
 
 
-def test_the_pace_follows_a_link_that_changes_and_a_connection_that_is_gone() -> None:
+def test_the_pace_follows_a_link_that_changes_a_connection_that_is_gone_and_the_largest_message() -> None:
     for factor in (0.3, 2.0, 5.0):
         link = Link(7, 4e6)
         link.send_many(20)
@@ -112,14 +110,29 @@ def test_the_pace_follows_a_link_that_changes_and_a_connection_that_is_gone() ->
         assert 0.9 <= link.limit <= 1.2
     Pacing().prepare([1, 2])
     link.pacing.prepare([0, 0])
+    link = Link(3, 4e6)
+    link.send_many(20)
+    assert link.limit < 1.5
+    equal = link.connections[0].limited
+    link.carry([1_000_000] * 3)
+    link.pacing.prepare([4_000_000, 1_000_000, 1_000_000])
+    assert link.connections[0].limited == pytest.approx(2 * equal, rel=0.1)
+    link.carry([4_000_000, 1_000_000, 1_000_000])
+    link.pacing.prepare([10_000] * 3)
+    assert all(one.limited is None for one in link.connections), "short ones are not paced"
 
 
-def learned(messages: int, carries: float, share: float, queued_s: float, lost: float) -> float:
-    """The least that a link is paced to once it is known, where queues and losses are not ours."""
+def learned(
+    carries: float, share: float, begins_s: float = 0.0, queued_s: float = 0.0, lost: float = 0.0, ours: bool = False
+) -> float:
+    """The least that a link is paced to once it is known, where messages need not be as fast as they are paced."""
     pace, least = Pace(), float("inf")
-    for at in range(messages):
-        rate = min(carries, share * (pace.bytes_per_s or 10 * carries))
-        pace.learn(Sent(int(rate), 1.0, queued_s, lost=lost, delivered=rate))
+    for at in range(300):
+        paced_at = pace.bytes_per_s or 2 * carries
+        rate = min(carries, share * paced_at)
+        seconds = 3e6 / rate + begins_s
+        queued = queued_s + ours * min(0.1, max(0.0, paced_at / carries - 1) * seconds)
+        pace.learn(Sent(3_000_000, seconds, queued, lost=lost, delivered=rate))
         least = min(least, pace.bytes_per_s or float("inf")) if at >= 20 else least
     return least / carries
 
@@ -130,19 +143,17 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
         pace.learn(Sent(nbytes=10**6, seconds=1.0, queued_s=0.014, lost=0.004, delivered=delivered))
     assert pace.bytes_per_s is None, "what neither queues nor gets lost is never paced"
     # A connection of a link with losses sends a share of what it might: paced below that, it would sink for good.
-    assert [learned(200, 1e6, 0.97, 0.0, lost) > 1 for lost in (0.006, 0.02, 0.1)] == [True] * 3
+    assert all(learned(1e6, 0.97, lost=lost) > 1 for lost in (0.006, 0.02, 0.1))
     # A queue of others is there however fast messages leave.
-    assert learned(100, 4e6, 1.0, 0.2, 0.0) > 1
+    assert learned(4e6, 1.0, queued_s=0.2) > 1
     # Packets seem to queue all the time, and no message is as fast as it is paced.
     for begins_s, jitter_s, share in ((0.1, 0.03, 1.0), (0.2, 0.05, 0.97), (0.05, 0.02, 0.97)):
-        pace, carries, nbytes = Pace(), 1e7, 3_000_000
-        for at in range(300):
-            paced_at = pace.bytes_per_s or 2 * carries
-            rate = min(carries, share * paced_at)
-            seconds = nbytes / rate + begins_s
-            queued = jitter_s + min(0.1, max(0.0, paced_at / carries - 1) * seconds)
-            pace.learn(Sent(nbytes, seconds, queued, lost=0.0, delivered=rate))
-            assert at < 20 or (pace.bytes_per_s or 0.0) >= 0.9 * carries
+        assert learned(1e7, share, begins_s, jitter_s, ours=True) >= 0.9
+    # A round trip is taken off where nothing was on the way.
+    idle = Counters(0, 0, 0, 0.0, 0.2, 0.2, 0.0, on_the_way=0)
+    after = Counters(10**6, 700, 0, 1.2, 0.2, 0.2, 1e6, on_the_way=0)
+    assert Sent.over([after.since(idle)]).seconds == pytest.approx(1.0)
+    assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
     # The end of a message after a loss is a third as fast as all of it.
     pace = Pace()
     pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.09, lost=0.05, delivered=3e6))
@@ -153,25 +164,6 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
     for _ in range(5):
         pace.learn(Sent(nbytes=10**7, seconds=0.4, queued_s=0.0, lost=0.0, delivered=3e7))
     assert pace.bytes_per_s == 1.25e8
-
-
-def test_a_round_trip_is_taken_off_where_nothing_was_on_the_way() -> None:
-    idle = Counters(0, 0, 0, 0.0, 0.2, 0.2, 0.0, on_the_way=0)
-    after = Counters(10**6, 700, 0, 1.2, 0.2, 0.2, 1e6, on_the_way=0)
-    assert Sent.over([after.since(idle)]).seconds == pytest.approx(1.0)
-    assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
-
-
-def test_the_largest_message_has_the_largest_share_and_short_ones_are_not_paced() -> None:
-    link = Link(3, 4e6)
-    link.send_many(20)
-    assert link.limit < 1.5
-    equal = link.connections[0].limited
-    link.carry([1_000_000] * 3)
-    link.send([4_000_000, 1_000_000, 1_000_000])
-    assert link.connections[0].limited == pytest.approx(2 * equal, rel=0.1)
-    link.pacing.prepare([10_000] * 3)
-    assert all(one.limited is None for one in link.connections)
 
 
 @contextmanager
@@ -185,7 +177,9 @@ def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 @linux
-def test_a_connection_is_counted_and_limited_as_the_kernel_does() -> None:
+def test_a_connection_is_counted_and_limited_as_the_kernel_does_and_others_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = Connection.of_process()
     with connected() as (one, other):
         opened = Connection.of_process() - before
@@ -203,40 +197,33 @@ def test_a_connection_is_counted_and_limited_as_the_kernel_does() -> None:
         for limited, told in ((12_345.6, 12_345), (None, 2**32 - 1)):
             own.limit(limited)
             assert one.getsockopt(socket.SOL_SOCKET, 47) & (2**32 - 1) == told
-    for closed in (own.counters, lambda: own.limit(None)):
-        with pytest.raises(OSError, match="Bad file descriptor|no longer there"):
-            closed()
-
-
-@linux
-def test_other_connections_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Connection.of_process()
-    with connected():
-        old = min(Connection.of_process() - before)
+        old = min(opened)
         # With a default timeout Python would make sockets of others, which may block, ones that do not.
         monkeypatch.setattr(socket, "getdefaulttimeout", lambda: 1.0)
         assert Connection.of_process() == set()
         monkeypatch.undo()
+    for closed in (own.counters, lambda: own.limit(None)):
+        with pytest.raises(OSError, match="Bad file descriptor|no longer there"):
+            closed()
     with connected():
         assert old.descriptor in {connection.descriptor for connection in Connection.of_process()}
         with pytest.raises(OSError, match="no longer there"):
             old.limit(1.0)
 
 
-def made(rank: int, world_size: int) -> tuple[int, bool]:
-    topology: Any = Topology.of_world(GroupLayout(world_size, world_size), timedelta(seconds=20))
-    first, second = topology.exchange._pacing, topology.second_hop._pacing
-    for connection in first._connections:
-        connection.limit(1e6)
-    for exchange in (topology.exchange, topology.second_hop):
-        for group, message in enumerate(exchanged(exchange, topology.group_index, 300_001)):
-            assert torch.equal(message, torch.full((300_001,), group + 1, dtype=torch.uint8))
-    return len(first._connections), first is second and not topology.control._pacing._connections
-
-
 @linux
 def test_payloads_of_both_hops_are_paced_and_words_are_not() -> None:
     """A connection in each direction between a rank and every other group."""
+
+    def made(rank: int, world_size: int) -> tuple[int, bool]:
+        topology: Any = Topology.of_world(GroupLayout(world_size, world_size), timedelta(seconds=20))
+        first, second = topology.exchange._pacing, topology.second_hop._pacing
+        for connection in first._connections:
+            connection.limit(1e6)
+        for exchange in (topology.exchange, topology.second_hop):
+            exchanged(exchange, topology.group_index, 300_001)
+        return len(first._connections), first is second and not topology.control._pacing._connections
+
     assert run_ranks(made, 3) == [(4, True)] * 3
 
 

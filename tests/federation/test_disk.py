@@ -25,8 +25,8 @@ from lightning_sdiloco.federation.server import Hub
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import CHUNK, Altered, Missing, NoSpace
 from lightning_sdiloco.tools.cli import main
+from tests.federation.s3 import s3_at
 from tests.federation.scripted import RUN
-from tests.s3 import s3_at
 
 
 def filled(path: Path, records: int) -> SQLiteLedger:

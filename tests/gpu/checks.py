@@ -21,7 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
@@ -35,7 +35,6 @@ from tests.known_training import (
     LateLane,
     Seen,
     Training,
-    extra_memory,
     offloaded,
     resumed_run,
     same,
@@ -213,6 +212,29 @@ def compute_sanitizer(place: Place, rank: int, world_size: int) -> Found:
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
     assert ended.returncode == 0, f"compute-sanitizer ended with {ended.returncode}: see the log"
     return {"tool": "memcheck"}
+
+
+def extra_memory(layers: int, offload: bool, device: str) -> int:
+    """Bytes of the device that an engine takes at most, in fragments of equal size of which one is in flight."""
+    module = torch.get_device_module(device)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(layers))).to(device)
+    before = module.memory_allocated()
+    engine = StreamingDiLoCo(
+        model,
+        sync_every=4 * layers,
+        overlap_steps=2,
+        fragments=[[f"{layer}.*"] for layer in range(layers)],
+        compression="fp32",
+        outer_optimizer=OuterOptimizer(offload=offload),
+    )
+    most = []
+    for _ in range(16 * layers):
+        module.reset_peak_memory_stats()
+        engine.step()
+        wait_for_flights(engine)
+        most.append(module.max_memory_allocated() - before)
+    engine.finish()
+    return max(most)
 
 
 def memory(place: Place, rank: int, world_size: int) -> Found:

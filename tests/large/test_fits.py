@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 import lightning_sdiloco
 from tests import fits
+from tests.fits import whole
 from tests.large.models import Large, batch, same
 from tests.ranks import run_processes
-from tests.sharded import whole
 from tests.small_disk import small_disk
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]

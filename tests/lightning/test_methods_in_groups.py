@@ -29,11 +29,10 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits, sharded
-from tests.fits import play
+from tests.fits import play, whole
 from tests.lightning.test_checkpoint import saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import in_ranks, run_ranks
-from tests.sharded import whole
 from tests.training import batch, inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12

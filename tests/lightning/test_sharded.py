@@ -57,7 +57,7 @@ def plain(rank: int, world_size: int, inner: str = "sgd", net: Any = sharded.eve
 
 def strategy(groups: int, data: int, tensor: int, **choices: Any) -> Any:
     sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    return sharded.strategy(worker_groups=groups, **sizes, **{**CHOICES, **choices})
+    return fits.strategy(worker_groups=groups, **sizes, **{**CHOICES, **choices})
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -524,7 +524,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size=0 is out of range"):
         shape(8, 1, tensor_parallel_size=0)
     with pytest.raises(ValueError, match="do not fill a worker group"):
-        fits.trainer(strategy=sharded.strategy(worker_groups=2, data_parallel_size=3), devices=4)
+        fits.trainer(strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=4)
 
 
 def test_both_strategies_have_the_same_arguments_with_the_same_words() -> None:

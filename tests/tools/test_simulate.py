@@ -24,9 +24,9 @@ from lightning_sdiloco.tools.simulate.groups import Configuration, Run, check, r
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 from lightning_sdiloco.tools.simulate.threads import Turns
 from tests.ranks import run_processes
-from tests.simulated import Net
 from tests.tools import command
 from tests.tools.command import not_refused_with
+from tests.tools.simulated import Net
 
 OURS = {
     "lightning.pytorch": ("lightning_sdiloco.StreamingDiLoCoStrategy", "Net", "Data"),
@@ -45,8 +45,8 @@ def write(folder: Path, distribution: str = "lightning.pytorch", **trainer: Any)
     config = {
         "seed_everything": 3,
         "trainer": {**own, **off, **trainer},
-        "model": {"class_path": f"tests.simulated.{net}"},
-        "data": {"class_path": f"tests.simulated.{data}"},
+        "model": {"class_path": f"tests.tools.simulated.{net}"},
+        "data": {"class_path": f"tests.tools.simulated.{data}"},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -138,7 +138,7 @@ def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trai
     result = simulated(file, 2, "data.length=100", sync_every=5, overlap_steps=0)
     assert result.validations[-1].step == 20
     assert result.outer_loss == pytest.approx(result.validations[-1].metrics["val_loss"])
-    by_hand = simulated(file, 2, "model.class_path=tests.simulated.ByHand")
+    by_hand = simulated(file, 2, "model.class_path=tests.tools.simulated.ByHand")
     assert (by_hand.outer_loss, len(by_hand.groups[0].losses)) == (None, 20)
 
 
