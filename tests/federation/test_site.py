@@ -185,6 +185,18 @@ def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
         site.mended()
     run.train(16)
     run.check()
+    # One that is told to end has all counted, and nothing twice when it comes back.
+    state = run.sites[2].state()
+    run.sites[2].engine.leave()
+    assert run.sites[2].world.follower.finished
+    for fragment in range(4):
+        assert run.counted(2, fragment) + run.lost[2, fragment] == run.made[2]
+    run.die(2)
+    run.train(10)
+    assert run.hub.counted()[-1] == ["s0", "s1"]
+    run.again(2, state)
+    run.train(20)
+    run.check()
     states = {}
     for index in range(2):
         run.train(3)
@@ -553,22 +565,22 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
         assert [record.final for record in records] == [False] * (len(own) - 1) + [True]
 
 
-@pytest.mark.parametrize("ends", ["by its charter", "by an operator", "though the hub dies"])
-def test_the_last_round_alone_is_sent_in_float32_and_one_that_is_open_closes_before_as_any_other(ends: str) -> None:
-    sites = founded(2, rounds=2 if ends == "by its charter" else None, **CHOICES)
-    hub = sites[0].hub
-    if ends == "by its charter":
-        train(sites, 15)
-        over(sites, [[ROUNDED, LAST]] * 4)
-        return
+def test_a_run_that_ends_by_its_charter_sends_its_last_round_alone_in_float32() -> None:
+    sites = founded(2, rounds=2, **CHOICES)
+    train(sites, 15)
+    over(sites, [[ROUNDED, LAST]] * 4)
+
+
+def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_though_the_hub_dies() -> None:
+    sites = founded(2, **CHOICES)
     train(sites, 7)
     sites[0].train()
+    hub = sites[0].hub
     hub.coordinator.end()
     assert list(hub.coordinator.ledger.open) == [0]
-    if ends == "though the hub dies":
-        hub.restart()
-        for site in reversed(sites):
-            site.mended()
+    hub.restart()
+    for site in reversed(sites):
+        site.mended()
     sites[1].train()
     over(sites, [[ROUNDED, LAST], [LAST], [LAST], [LAST]])
 
@@ -608,22 +620,6 @@ def test_a_checkpoint_of_the_last_launch_holds_the_same_bytes() -> None:
     sites[0].resume(state)
     over(sites, [[LAST]] * 4)
     assert [record.of("s0") for fragment in range(4) for record in sites[0].hub.records(fragment)] == launched
-
-
-def test_a_site_that_is_told_to_end_has_all_counted_and_nothing_twice() -> None:
-    run = Run(2)
-    run.train(21)
-    state = run.sites[0].state()
-    run.sites[0].engine.leave()
-    assert run.sites[0].world.follower.finished
-    for fragment in range(4):
-        assert run.counted(0, fragment) == 21
-    run.train(10, 1)
-    run.die(0)
-    assert run.hub.counted()[-1] == ["s1"]
-    run.again(0, state)
-    run.train(30)
-    run.check()
 
 
 # Refusals
