@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -41,6 +41,7 @@ RUN = "run"
 BATCH = 8
 SYNC_EVERY = 20
 OVERLAP_STEPS = 2
+SETTINGS: dict[str, Any] = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "fragments": "strided:2"}
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,33 @@ def die_at_stages(name: str, folder: Path) -> None:
     watch(Follower, "land", after=lambda *_: die("at_landing"))
 
 
+def federation_of(site: str, place: Place) -> Federation:
+    return Federation(hub=place.hub, run=RUN, site=site, keys=place.folder / "keys", **place.choices)
+
+
+def trainer_of(place: Place, folder: Path, strategy: Any, callbacks: Sequence[Callback], **choices: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        max_steps=place.steps,
+        max_epochs=-1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **choices,
+    )
+
+
+def samples_of(site: str, batch: int = BATCH) -> DataLoader[Any]:
+    """Batches of a site, whose samples are its own."""
+    generator = torch.Generator().manual_seed(sum(map(ord, site)))
+    samples = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
+    warnings.filterwarnings("ignore", ".*num_workers.*")
+    return DataLoader(samples, batch_size=batch)
+
+
 def train(name: str, place: Place) -> None:
     """Trains a site, from its newest checkpoint on."""
     notebook = place.enter(name)
@@ -200,29 +228,13 @@ def train(name: str, place: Place) -> None:
     die_at_stages(name, place.folder)
     pl.seed_everything(0)
     last = place.folder / name / "last.ckpt"
-    federation = Federation(hub=place.hub, run=RUN, site=name, keys=place.folder / "keys", **place.choices)
-    settings: Any = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "fragments": "strided:2"}
     checkpoint = ModelCheckpoint(dirpath=last.parent, save_last=True, every_n_train_steps=25, save_top_k=0)
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        strategy=StreamingDiLoCoStrategy(federation=federation, **settings),
-        max_steps=place.steps,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=last.parent,
-        callbacks=[Notes(notebook), checkpoint],
-    )
-    # The samples of each site are its own.
-    generator = torch.Generator().manual_seed(sum(map(ord, name)))
-    samples = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
-    warnings.filterwarnings("ignore", ".*num_workers.*")
+    strategy = StreamingDiLoCoStrategy(federation=federation_of(name, place), **SETTINGS)
+    trainer = trainer_of(place, last.parent, strategy, [Notes(notebook), checkpoint], devices=1)
     module = Net(place.seconds)
     # What a job of SLURM has saved on a signal is found by itself.
     goes_on = last.exists() and not [*last.parent.glob("hpc_ckpt*")]
-    trainer.fit(module, DataLoader(samples, batch_size=BATCH), ckpt_path=str(last) if goes_on else None)
+    trainer.fit(module, samples_of(name), ckpt_path=str(last) if goes_on else None)
     outer = hashlib.sha256()
     for parameter in module.parameters():
         outer.update(parameter.detach().numpy().tobytes())

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ class World:
             for number, (name, port) in enumerate(zip(names, ports, strict=True))
         }
         # They begin with what they import, and with no thread of gRPC.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.chaos.processes"])
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(["tests.chaos.processes"])
 
     def __enter__(self) -> "World":
         for site in self.sites if self._links is not None else ():
@@ -66,7 +67,7 @@ class World:
 
     def __exit__(self, *_: object) -> None:
         for name in list(self.processes):
-            self._kill(name)
+            self.kill(name)
 
     def told(self, name: str) -> tuple[Any, ...]:
         """The arguments of `train`, or of `serve` for the hub."""
@@ -74,7 +75,7 @@ class World:
         return (len(self.sites), replace(place, hub=self.hubs[0])) if name == HUB else (name, place)
 
     def started(self, name: str) -> Process:
-        process = self._context.Process(target=serve if name == HUB else train, args=self.told(name))
+        process = self.context.Process(target=serve if name == HUB else train, args=self.told(name))
         process.start()
         return process
 
@@ -89,13 +90,13 @@ class World:
             armed.touch()
             # Where there is no flight, as after the end of a run, it is killed all the same.
             self.processes[fault.victim].join(_FLIGHT)
-            self._kill(fault.victim)
+            self.kill(fault.victim)
             armed.unlink(missing_ok=True)
         self.faults.write("begin", kind=fault.kind, victim=fault.victim)
         match fault.kind:
             case "kill" | "lose" | "blackout" | "move":
                 for name in victims:
-                    self._kill(name)
+                    self.kill(name)
                 if fault.kind == "lose" and (checkpoints := self.folder / fault.victim).exists():
                     checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
             case "stop":
@@ -123,10 +124,15 @@ class World:
         elif fault.kind != "nat":
             self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
 
-    def _kill(self, name: str) -> None:
+    def kill(self, name: str) -> None:
+        """Kills a process, and those that it has started."""
         process = self.processes.pop(name)
+        pids = children(process.pid)
         process.kill()
         process.join()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def signal(self, name: str, number: int) -> None:
         os.kill(self.processes[name].pid, number)
@@ -151,6 +157,11 @@ class World:
         """What it has written down since the last time."""
         notes, self._heard[name] = news(self.folder / f"{name}.jsonl", self._heard[name])
         return notes
+
+
+def children(pid: int) -> list[int]:
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return list(map(int, path.read_text().split())) if path.exists() else []
 
 
 def free_ports(number: int) -> list[int]:

@@ -6,29 +6,25 @@ import pickle
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed.run
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_sdiloco import (
     DropCompute,
-    Federation,
     StreamingDiLoCoModelParallelStrategy,
     StreamingDiLoCoMonitor,
     StreamingDiLoCoStrategy,
 )
 from tests.chaos.notes import Notebook
-from tests.chaos.processes import BATCH, FEATURES, TARGETS, Net, Notes, Place
-
-CHOICES: dict[str, Any] = {"sync_every": 20, "overlap_steps": 2, "fragments": "strided:2"}
+from tests.chaos.processes import BATCH, SETTINGS, Net, Notes, Place, federation_of, samples_of, trainer_of
 
 
 @dataclass(frozen=True)
@@ -81,43 +77,30 @@ class RankNet(Net):
 
 def train(place: Rank) -> None:
     """Trains a site until it has made so many inner steps, or the run ends."""
-    notebook = place.settle()
-    folder = place.folder / place.site
-    last = folder / "last.ckpt"
-    keys = place.folder / "keys"
-    federation = Federation(hub=place.hub, run="run", site=place.site, keys=keys, **place.choices)
+    notebook, folder = place.settle(), place.folder / place.site
+    last, federation, strategy = folder / "last.ckpt", federation_of(place.site, place), StreamingDiLoCoStrategy
     if place.is_sharded:
-        sizes = {"data_parallel_size": place.ranks}
-        strategy = StreamingDiLoCoModelParallelStrategy(federation=federation, **sizes, **CHOICES)
-    else:
-        strategy = StreamingDiLoCoStrategy(federation=federation, **CHOICES)
+        strategy = partial(StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks)  # type: ignore[assignment]
     saves: dict[str, Any] = {"monitor": "seen"} if place.validates else {"every_n_train_steps": 25, "save_top_k": 0}
-    trainer = pl.Trainer(
-        accelerator="cpu",
+    callbacks = (
+        Notes(notebook),
+        StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
+        ModelCheckpoint(dirpath=folder, save_last=True, **saves),
+    )
+    trainer = trainer_of(
+        place,
+        folder,
+        strategy(federation=federation, **SETTINGS),
+        callbacks,
         devices=place.ranks,
-        strategy=strategy,
-        max_steps=place.steps,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         accumulate_grad_batches=4 if place.budget else 1,
         val_check_interval=place.validates or None,
         limit_val_batches=2 if place.validates else 0,
-        callbacks=[
-            Notes(notebook),
-            StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
-            ModelCheckpoint(dirpath=folder, save_last=True, **saves),
-        ],
     )
-    # The data of each site are its own.
-    generator = torch.Generator().manual_seed(sum(map(ord, place.site)))
-    data = TensorDataset(*(torch.randn(512, width, generator=generator) for width in (FEATURES, TARGETS)))
-    loader: Any = DataLoader(data, batch_size=2 if place.budget else BATCH)
-    ends: dict[str, Any] = {}
+    loader: Any = samples_of(place.site, 2 if place.budget else BATCH)
     if place.budget:
         loader = DropCompute(4, place.budget, most_dropped=0.3)(loader)
-    net = RankNet(place)
+    net, ends = RankNet(place), dict[str, Any]()
     try:
         trainer.fit(net, loader, loader if place.validates else None, ckpt_path=str(last) if last.exists() else None)
     except SIGTERMException:
@@ -126,11 +109,11 @@ def train(place: Rank) -> None:
         ends |= {"dropped": loader.dropped, "samples": 2 * (place.steps * 4 - loader.dropped), "budget": loader.budget}
         ends["same"] = [float(parameter.detach().double().sum()) for parameter in net.parameters()]
     ends["metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    digest = hashlib.sha256()
-    for values in ({} if "terminated" in ends else strategy.outer_state_dict()).values():
+    digest, made = hashlib.sha256(), trainer.strategy
+    for values in ({} if "terminated" in ends else made.outer_state_dict()).values():
         digest.update(values.numpy().tobytes())
-    applied = [list(own.applied) for own in strategy.engine.loop.follower.fragments]
-    notebook.write("ended", **ends, report=strategy.report(), digest=digest.hexdigest(), applied=applied)
+    applied = [list(own.applied) for own in made.engine.loop.follower.fragments]
+    notebook.write("ended", **ends, report=made.report(), digest=digest.hexdigest(), applied=applied)
 
 
 def train_under_torchrun(place: Rank) -> None:

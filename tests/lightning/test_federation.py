@@ -1,6 +1,5 @@
 """Sites as real processes with the Trainer, over gRPC: of one rank and of several, and some of them fail."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -20,10 +19,9 @@ from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.lightning.monitor import changes, read_run
 from tests.chaos.faults import Fault
-from tests.chaos.notes import Note, read
 from tests.chaos.play import played
-from tests.chaos.processes import BATCH
-from tests.chaos.world import World, free_ports
+from tests.chaos.processes import BATCH, RUN
+from tests.chaos.world import World, children
 from tests.federation.hubs import require_extra
 from tests.lightning.federated_site import Rank, train, train_under_torchrun
 from tests.own_quorum import Core
@@ -96,44 +94,28 @@ def test_sites_fail_the_others_go_on_at_their_pace_and_all_return(tmp_path: Path
 # Sites of several ranks
 
 
-class Federation:
+class Federation(World):
     """A hub in this process, and the ranks of sites in others."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, keys = folder, folder / "keys"
-        init_keys(keys, "run")
-        for site in "ab":
-            add_keys(keys, site)
-        self.hub = HubService("run", folder / "hub.sqlite", sites=2, listen="127.0.0.1:0", keys=keys)
+        # However slow this machine is, every sample counts.
+        super().__init__(folder, "ab", seconds=0.02, late="carry")
+        self.hub = HubService(RUN, folder / "hub.sqlite", sites=2, listen=self.hubs[0], keys=folder / "keys")
         self.hub.start()
-        self.processes: dict[str, Any] = {}
-        self.ports = dict(zip("ab", free_ports(2), strict=True))
-        # Sites begin with what they import, and with no thread of gRPC.
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["tests.lightning.federated_site"])
 
-    def start(self, site: str, ranks: int = 1, **choices: Any) -> None:
+    def train(self, site: str, ranks: int = 1, **choices: Any) -> None:
         """Starts the ranks of a site, each as a process."""
         for rank in range(ranks):
-            self.run(train, self.place(site, rank=rank, ranks=ranks, **choices))
+            self.run(train, site, rank=rank, ranks=ranks, **choices)
 
-    def run(self, target: Callable[[Rank], None], place: Rank) -> Any:
+    def run(self, target: Callable[[Rank], None], site: str, **choices: Any) -> Any:
+        place = Rank(**{**vars(self.places[site]), "hub": self.hubs[0], "site": site, **choices})
         process = self.processes[place.name] = self.context.Process(target=target, args=(place,))
         process.start()
         return process
 
-    def place(self, site: str, steps: int = -1, seconds: float = 0.02, **choices: Any) -> Rank:
-        # However slow this machine is, every sample counts.
-        terms = {"lease": 2.0, "late": "carry"}
-        hub = f"127.0.0.1:{self.hub.port}"
-        return Rank(self.folder, hub, self.ports[site], seconds, steps, choices=terms, site=site, **choices)
-
-    def notes(self, name: str, key: str = "what") -> list[Note]:
-        """What a rank has written down that has this entry."""
-        return [note for note in read(self.folder / f"{name}.jsonl") if key in note]
-
     def round(self, name: str) -> int:
-        stepped = self.notes(name, "rounds")
+        stepped = [note for note in self.notes(name) if "rounds" in note]
         return min(stepped[-1]["rounds"]) if stepped else 0
 
     def records(self) -> list[Record]:
@@ -151,44 +133,29 @@ class Federation:
     def until(self, what: str, holds: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 400.0
         while not holds():
-            dead = [name for name, process in self.processes.items() if process.exitcode]
-            assert not dead, f"{what}: { {name: (self.folder / f'{name}.log').read_text()[-3000:] for name in dead} }"
+            assert not self.dead(), f"{what}: { {name: self.said(name) for name in self.dead()} }"
             assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.status()}"
             time.sleep(0.05)
 
     def ends(self, *names: str) -> list[dict[str, Any]]:
         """What ranks write when they have ended, for which it waits."""
-        self.until(f"{names} end", lambda: all(self.notes(name, "digest") for name in names))
+        self.until(f"{names} end", lambda: all((self.notes(name) or [{}])[-1].get("what") == "ended" for name in names))
         return [self.notes(name)[-1] for name in names]
-
-    def close(self) -> None:
-        for process in self.processes.values():
-            started = children(process)
-            process.kill()
-            process.join()
-            for child in started:
-                os.kill(child, signal.SIGKILL)
-        self.hub.close()
-
-
-def children(process: Any) -> list[int]:
-    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    return list(map(int, path.read_text().split())) if path.exists() else []
 
 
 @pytest.fixture
 def federation(tmp_path: Path) -> Iterator[Federation]:
     require_extra()
-    made = Federation(tmp_path)
-    yield made
-    made.close()
+    with Federation(tmp_path) as made:
+        yield made
+    made.hub.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it(federation: Federation) -> None:
-    federation.start("a", ranks=2, validates=6)
-    federation.start("b")
+    federation.train("a", ranks=2, validates=6)
+    federation.train("b")
     federation.until("both have landed a round", lambda: min(map(federation.round, "ab")) >= 1)
     os.kill(federation.processes["a1"].pid, signal.SIGTERM)
     first, second = federation.ends("a", "a1")
@@ -207,8 +174,8 @@ def test_a_site_of_two_ranks_validates_alone_and_a_signal_to_one_of_them_ends_it
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_of_a_site_leave_out_micro_batches_and_it_counts_what_all_have_trained(federation: Federation) -> None:
-    federation.start("a", 2, steps=60, seconds=0.05, budget="auto")
-    federation.start("b", steps=60, seconds=0.05, budget=60.0)
+    federation.train("a", 2, steps=60, seconds=0.05, budget="auto")
+    federation.train("b", steps=60, seconds=0.05, budget=60.0)
     first, second, other = federation.ends("a", "a1", "b")
     # Ranks that have trained unequal numbers agree on budget and model, and the site counts as much as both trained.
     assert (first["budget"], first["same"]) == (second["budget"], second["same"])
@@ -227,13 +194,13 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     federation: Federation,
 ) -> None:
     names = ["a", "a1", "a2", "a3", "b"]
-    federation.start("b")
-    agent = federation.run(train_under_torchrun, federation.place("a", ranks=4))
+    federation.train("b")
+    agent = federation.run(train_under_torchrun, "a", ranks=4)
     federation.until("both have landed some rounds", lambda: min(map(federation.round, "ab")) >= 2)
     # It has a checkpoint of step 25, and has trained on.
     federation.until("a trains on", lambda: federation.notes("a")[-1]["step"] > 45)
     there = federation.round("b")
-    os.kill(max(children(agent)), signal.SIGKILL)
+    os.kill(max(children(agent.pid)), signal.SIGKILL)
     federation.until("the other one goes on", lambda: federation.round("b") >= there + 3)
     federation.until("it counts again", lambda: federation.lives("a") == 2)
     federation.hub.coordinator.end()
@@ -253,7 +220,7 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     shares = [end["report"]["bytes_sent"] for end in ends[:4]]
     assert shares == pytest.approx([shares[0]] * 4, rel=0.02)
     for name in names[:4]:
-        steps = [note["step"] for note in federation.notes(name, "took")]
+        steps = [note["step"] for note in federation.notes(name) if "took" in note]
         # It went on from its checkpoint.
         (began,) = [after for before, after in zip(steps, steps[1:], strict=False) if after <= before]
         assert began % 25 == 1
@@ -268,16 +235,14 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
 @pytest.mark.timeout(900)
 def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> None:
     for site in "ab":
-        federation.start(site, 2, is_sharded=True)
+        federation.train(site, 2, is_sharded=True)
     last = federation.folder / "b" / "last.ckpt"
     both = lambda: any(len(record.counted) == 2 for record in federation.records())  # noqa: E731
     federation.until("a checkpoint is there", lambda: both() and last.exists())
     charter = federation.hub.coordinator.history.charter
     for name in ("b", "b1"):
-        killed = federation.processes.pop(name)
-        killed.kill()
-        killed.join()
-    federation.start("b", 2, is_sharded=True)
+        federation.kill(name)
+    federation.train("b", 2, is_sharded=True)
     federation.until("it counts again", lambda: federation.lives("b") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends("a", "a1", "b", "b1")
