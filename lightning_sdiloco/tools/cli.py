@@ -12,7 +12,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
@@ -60,20 +60,17 @@ def main(args: list[str] | None = None) -> None:
 
 def _search_current_folder(args: Sequence[str]) -> None:
     """Puts the current folder last on the path, if a class path begins with a module that is there and nowhere else."""
-    missing = [module for module in _modules_in(args) if module not in sys.modules and not PathFinder.find_spec(module)]
-    if any(PathFinder.find_spec(module, [""]) for module in missing):
-        sys.path.append("")
-
-
-def _modules_in(args: Sequence[str]) -> Iterator[str]:
-    """Returns the first names of the class paths in arguments, and in the files that these name."""
     for option, following in pairwise([*args, ""]):
         name, _, value = option.partition("=")
         if name.split(".")[0] in _WITH_CLASSES:
             value = value or following
             is_readable = os.path.isfile(value) and os.access(value, os.R_OK)
             text = Path(value).read_text(errors="replace") if is_readable else value
-            yield from re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text)
+            for module in re.findall(r"(?<![\w.])([^\W\d]\w*)\.[^\W\d]", text):
+                is_missing = module not in sys.modules and not PathFinder.find_spec(module)
+                if is_missing and PathFinder.find_spec(module, [""]):
+                    sys.path.append("")
+                    return
 
 
 def _parser(args: Sequence[str]) -> ArgumentParser:
@@ -83,26 +80,20 @@ def _parser(args: Sequence[str]) -> ArgumentParser:
     subcommands = parser.add_subcommands(dest="command")
     asked = next((arg for arg in args if not arg.startswith("-")), None)
     for name, (_, functions) in COMMANDS.items():
-        several = name not in functions
-        summary = " ".join(_summary(name, function) for function in functions if several or function == name)
+        own, others = name in functions, [function for function in functions if function != name]
+        summary = _summary(name, name) if own else " ".join(_summary(name, function) for function in functions)
         subparser = _Parser(description=summary)
         subcommands.add_subcommand(name, subparser, help=summary)
         # From the top down: jsonargparse takes no other order.
-        if name == asked:
-            _fill(subparser, name, functions)
+        if name == asked and own:
+            _add_arguments(subparser, _function(name, name))
+        if name == asked and others:
+            inner = subparser.add_subcommands(dest="command", required=not own)
+            for function in others:
+                nested = _Parser(description=_summary(name, function))
+                _add_arguments(nested, _function(name, function))
+                inner.add_subcommand(function, nested, help=_summary(name, function))
     return parser
-
-
-def _fill(parser: ArgumentParser, name: str, functions: Sequence[str]) -> None:
-    if name in functions:
-        _add_arguments(parser, _function(name, name))
-    others = [function for function in functions if function != name]
-    if others:
-        subcommands = parser.add_subcommands(dest="command", required=name not in functions)
-        for function in others:
-            subparser = _Parser(description=_summary(name, function))
-            _add_arguments(subparser, _function(name, function))
-            subcommands.add_subcommand(function, subparser, help=_summary(name, function))
 
 
 def _function(name: str, function: str) -> Callable[..., str]:
@@ -110,20 +101,12 @@ def _function(name: str, function: str) -> Callable[..., str]:
     return found
 
 
+@cache
 def _summary(name: str, function: str) -> str:
     """Returns the first line of a function's docstring, without importing it."""
-    (found,) = (node for node in _functions_in(name) if node.name == function)
+    source = Path(__file__).parent.joinpath(f"{COMMANDS[name][0].replace('.', '/')}.py").read_text(encoding="utf-8")
+    (found,) = (node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == function)
     return (ast.get_docstring(found) or "").partition("\n")[0]
-
-
-@cache
-def _functions_in(name: str) -> list[ast.FunctionDef]:
-    source = (
-        Path(__file__)
-        .parent.joinpath(*f"{COMMANDS[name][0]}.py".split(".", COMMANDS[name][0].count(".")))
-        .read_text(encoding="utf-8")
-    )
-    return [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
 
 
 def _add_arguments(parser: ArgumentParser, command: Callable[..., str]) -> None:

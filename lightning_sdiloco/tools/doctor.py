@@ -14,7 +14,8 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -29,14 +30,16 @@ from rich.table import Table
 from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.charter import ChosenQuorum
-from lightning_sdiloco.federation.client import HubClient, hub_addresses
+from lightning_sdiloco.federation.client import hub_addresses
 from lightning_sdiloco.federation.keys import bundle_at
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
 from lightning_sdiloco.launch.interfaces import exchange_address, group_address
 from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, Listener, advice, find_broken_connections
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
+from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
 from lightning_sdiloco.planning.units import readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
+from lightning_sdiloco.tools.output import plain
 
 SECONDS = 3.0
 """How long one direction is measured. The second half counts: a connection starts slowly."""
@@ -51,7 +54,6 @@ _FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and w
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
-_CHANNELS = 8  # connections of a site to its hub
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
@@ -88,10 +90,13 @@ def doctor(
         examined = _examined(worker_groups, num_nodes, seconds, wait)
         if examined is None:
             return ""
-        found, seen = findings(examined), examined.described()
+        ranks = [
+            {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
+            for rank, (one, machine) in enumerate(zip(examined.endpoints, examined.machines, strict=True))
+        ]
+        found, seen = findings(examined), {"ranks": ranks, "unreachable": examined.broken, "links": examined.links}
     wrong = any(finding.state == "wrong" for finding in found)
-    told = {"ok": not wrong, "findings": [finding._asdict() for finding in found], **seen}
-    text = codec.dumps(told, indent=2) if json else _as_table(found)
+    text = codec.dumps(plain({"ok": not wrong, "findings": found, **seen}), indent=2) if json else _as_table(found)
     if wrong:
         print(text)
         raise SystemExit(1)
@@ -127,15 +132,6 @@ class Examined(NamedTuple):
     machines: Sequence[dict[str, Any]]
     broken: Sequence[BrokenConnection]
     links: Sequence[MeasuredLink]
-
-    def described(self) -> dict[str, Any]:
-        """Returns everything that was seen of machines and links, as values of JSON."""
-        ranks = [
-            {"rank": rank, "host": one.host, "worker_group": one.group, "exchange": one.exchange[0], **machine}
-            for rank, (one, machine) in enumerate(zip(self.endpoints, self.machines, strict=True))
-        ]
-        unreachable = [connection._asdict() for connection in self.broken]
-        return {"ranks": ranks, "unreachable": unreachable, "links": [link._asdict() for link in self.links]}
 
 
 def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: float) -> Examined | None:
@@ -240,8 +236,7 @@ def _version(package: str) -> str | None:
 
 
 def findings(seen: Examined) -> list[Finding]:
-    parts = (_of_ranks, _of_machines, _of_connections, _of_links)
-    return [finding for part in parts for finding in part(seen)]
+    return [*_of_ranks(seen), *_of_machines(seen), *_of_links(seen)]
 
 
 def _of_ranks(seen: Examined) -> Iterator[Finding]:
@@ -299,56 +294,49 @@ def _of_machines(seen: Examined) -> Iterator[Finding]:
             break
 
 
-def _of_connections(seen: Examined) -> Iterator[Finding]:
+def _of_links(seen: Examined) -> Iterator[Finding]:
     if not seen.broken:
         pairs = len(seen.endpoints) * (len(seen.endpoints) - 1)
         yield Finding("ok", "reachability", f"all {pairs} connections between ranks can be made")
     for one in seen.broken:
         told = f"{_rank(one.source, seen)} -> {_rank(one.target, seen)} at {one.address}: {one.why}"
         yield Finding("wrong", "reachability", told, advice([one]))
-
-
-def _of_links(seen: Examined) -> Iterator[Finding]:
-    links = [link for link in seen.links if not link.error]
+    rates = {(link.source, link.target): link.bits_per_second for link in seen.links if not link.error}
+    size = len(seen.endpoints) // seen.groups
     for link in seen.links:
-        name = f"round trip {link.source} -> {link.target}"
         if link.error:
-            yield Finding("wrong", name, link.error, "Start the doctor again; if it stays, look at that machine.")
-        elif link.source < link.target:
-            yield Finding("ok", name, f"{1000 * link.round_trip:.3g} ms")
-    rates = {(link.source, link.target): link.bits_per_second for link in links}
-    for (source, target), rate in rates.items():
-        name, told = f"bandwidth {source} -> {target}", readable_rate(rate / 1e9)
-        back = rates.get((target, source), rate)
+            fix = "Start the doctor again; if it stays, look at that machine."
+            yield Finding("wrong", f"round trip {link.source} -> {link.target}", link.error, fix)
+            continue
+        way, rate = f"{link.source} -> {link.target}", link.bits_per_second
+        if link.source < link.target:
+            yield Finding("ok", f"round trip {way}", f"{1000 * link.round_trip:.3g} ms")
+        told, back = readable_rate(rate / 1e9), rates.get((link.target, link.source), rate)
         if rate * _UNEQUAL < back:
             told += f", and {readable_rate(back / 1e9)} in the other direction"
             fix = (
-                f"Look for other traffic on the way from worker group {source} to {target}, and at its congestion"
-                " control: training goes at the pace of the slower direction."
+                f"Look for other traffic on the way from worker group {link.source} to {link.target}, and at its"
+                " congestion control: training goes at the pace of the slower direction."
             )
-            yield Finding("slow", name, told, fix)
+            yield Finding("slow", f"bandwidth {way}", told, fix)
         else:
-            yield Finding("ok", name, told)
-
-    def tcp(group: int) -> dict[str, Any]:
-        return dict(seen.machines[group * (len(seen.endpoints) // seen.groups)]["tcp"])
-
-    for link in links:
+            yield Finding("ok", f"bandwidth {way}", told)
         # A connection carries at most one buffer in each round trip. Linux keeps part of a buffer for itself.
-        sizes = tcp(link.source)["send_buffer"], tcp(link.target)["receive_buffer"]
-        limits = [size / 2 for size in sizes if size]
+        ours, theirs = (seen.machines[group * size]["tcp"] for group in (link.source, link.target))
+        limits = [buffer / 2 for buffer in (ours["send_buffer"], theirs["receive_buffer"]) if buffer]
         most = 8 * min(limits) / link.round_trip if limits and link.round_trip > 0 else float("inf")
-        if link.bits_per_second > most / 2:
-            needed = int(4 * link.bits_per_second / 8 * link.round_trip)
-            told = f"below {readable_rate(most / 1e9)} at {1000 * link.round_trip:.3g} ms"
+        if rate > most / 2:
+            needed = int(4 * rate / 8 * link.round_trip)
             yield Finding(
                 "slow",
-                f"buffers {link.source} -> {link.target}",
-                f"buffers of TCP may hold one connection {told}",
+                f"buffers {way}",
+                f"buffers of TCP may hold one connection below {readable_rate(most / 1e9)}"
+                f" at {1000 * link.round_trip:.3g} ms",
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
             )
-    if any(link.round_trip > _LONG_ROUND_TRIP and tcp(link.source)["slow_start_after_idle"] for link in links):
+    slow = [seen.machines[link.source * size]["tcp"] for link in seen.links if link.round_trip > _LONG_ROUND_TRIP]
+    if any(tcp["slow_start_after_idle"] for tcp in slow):
         yield Finding(
             "slow",
             "idle connections",
@@ -455,8 +443,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
     places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
         raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
-    found: list[Finding] = []
-    numbers: dict[str, Any] = {"hub": options.hub}
+    found, numbers = list[Finding](), dict[str, Any](hub=options.hub)
     for finding in _of_way(options, places, seconds, numbers):
         found.append(finding)
         if finding.state == "wrong":
@@ -467,7 +454,18 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
 def _of_way(
     options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
-    yield _of_keys(options)
+    told = "none: whoever is on the way can read and change everything (--insecure)"
+    if options.keys is not None:
+        try:
+            bundle = bundle_at(options.keys)
+        except ValueError as refusal:
+            yield Finding("wrong", "keys", str(refusal))
+            return
+        who, until = bundle.identity, bundle.ends
+        days = (until - datetime.datetime.now(datetime.timezone.utc)).days
+        run = f"run {who.run}" if who.run != "-" else "the run of its authority"
+        told = f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days"
+    yield Finding("ok", "keys", told)
     errors = [try_to_connect(host, port, 5.0) for host, port in places]
     for (host, port), error in zip(places, errors, strict=True):
         if error is not None:
@@ -485,27 +483,23 @@ def _of_way(
             return
 
 
-def _of_keys(options: HubOptions) -> Finding:
-    if options.keys is None:
-        return Finding("ok", "keys", "none: whoever is on the way can read and change everything (--insecure)")
-    try:
-        bundle = bundle_at(options.keys)
-    except ValueError as error:
-        return Finding("wrong", "keys", str(error))
-    who, until = bundle.identity, bundle.ends
-    days = (until - datetime.datetime.now(datetime.timezone.utc)).days
-    run = f"run {who.run}" if who.run != "-" else "the run of its authority"
-    return Finding("ok", "keys", f"{who.role} {who.name} in {run}, valid until {until:%Y-%m-%d}, for {days} days")
-
-
 def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
     try:
-        mailbox = options.mailbox("reader", _CHANNELS)
+        mailbox = options.mailbox("reader", HUB_CONNECTIONS)
     except ValueError as refusal:
         yield Finding("wrong", "keys", str(refusal))
         return
     try:
-        yield from _asked(mailbox, seconds, numbers)
+        with closing(mailbox):
+            numbers["round_trip"] = mailbox.round_trip()
+            yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
+            told = f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone"
+            yield Finding("ok", "round trip", told)
+            for up, way in ((True, "to"), (False, "from")):
+                numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
+                told = f"{readable_rate(rate / 1e9)}, over {HUB_CONNECTIONS} connections"
+                yield Finding("ok", f"bandwidth {way} the hub", told)
+            numbers["status"] = status = codec.loads(mailbox.call("status")[1])
     except (HubError, Refused) as refusal:
         if options.insecure and isinstance(refusal, HubUnreachable):
             fix = (
@@ -521,30 +515,15 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         else:
             fix = "Get a bundle for this run from whoever has the folder of its keys: sdiloco keys add FOLDER NAME."
         yield Finding("wrong", "hub", str(refusal), fix)
-    finally:
-        mailbox.close()
-
-
-def _asked(mailbox: HubClient, seconds: float, numbers: dict[str, Any]) -> Iterator[Finding]:
-    numbers["round_trip"] = mailbox.round_trip()
-    yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
-    yield Finding("ok", "round trip", f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone")
-    for up, key, name in ((True, "to_hub", "bandwidth to the hub"), (False, "from_hub", "bandwidth from the hub")):
-        numbers[f"bits_per_second_{key}"] = rate = mailbox.bandwidth(up, seconds)
-        yield Finding("ok", name, f"{readable_rate(rate / 1e9)}, over {_CHANNELS} connections")
-    numbers["status"] = status = codec.loads(mailbox.call("status")[1])
+        return
     if not status["founded"]:
         here = ", ".join(status["here"]) or "none"
         yield Finding("ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}")
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
-    yield from _of_charter(status)
-
-
-def _of_charter(status: Mapping[str, Any]) -> Iterator[Finding]:
-    charter = status["charter"]
-    terms, records, sites = charter["terms"], status["records"], len(status["sites"])
+    charter, records, sites = status["charter"], status["records"], len(status["sites"])
+    terms = charter["terms"]
     ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
     yield Finding("ok", "run", f"founded on charter {charter['key'][:8]}, {records} records; {sites} sites are known")

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -175,15 +175,19 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
 
 
 class MetricsServer:
-    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is."""
+    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is.
+
+    The status is asked for at most once a second.
+    """
 
     def __init__(self, listen: str, status: Callable[[], dict[str, Any]]) -> None:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
             raise ValueError(f"metrics={listen!r} is no address: give one with a port, such as 127.0.0.1:9400.")
+        self._status, self._lock, self._last, self._until = status, threading.Lock(), dict[str, Any](), 0.0
         registry = client.CollectorRegistry()
-        registry.register(_Collector(status))
+        registry.register(self)
         client.ProcessCollector(registry=registry)
         try:
             self._server, self._thread = client.start_http_server(int(port), host.strip("[]"), registry)
@@ -198,69 +202,51 @@ class MetricsServer:
         self._server.server_close()
         self._thread.join()
 
-
-class _Collector:
-    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
-        self._status, self._lock = status, threading.Lock()
-        self._last: dict[str, Any] = {}
-        self._until = 0.0
-
     def describe(self) -> list[Any]:
         """Names nothing in advance: the status need not be asked for at the registration."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        status = self._fresh()
-        core = _client("prometheus_client.core")
-        yield from _of_run(status, core.GaugeMetricFamily)
-        if status["founded"]:
-            yield from _of_sites(status, core)
-            yield from _of_fragments(status, core.GaugeMetricFamily)
-
-    def _fresh(self) -> dict[str, Any]:
         with self._lock:
             if time.monotonic() >= self._until:
                 self._last = self._status()
                 self._until = time.monotonic() + _FRESH
-            return self._last
+            status = self._last
+        core = _client("prometheus_client.core")
 
+        def family(
+            name: str, text: str, values: Iterable[tuple[list[str], Any]], *more: str, kind: str = "gauge"
+        ) -> Any:
+            made = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
+            filled = made(f"sdiloco_{name}", text, labels=["run", *more])
+            for labels, value in values:
+                filled.add_metric([status["run"], *labels], float(value))
+            return filled
 
-def _of_run(status: dict[str, Any], family: Any) -> Iterator[Any]:
-    told = {
-        "founded": ("Whether the run has been founded.", status["founded"]),
-        "trouble": ("Whether something keeps rounds from being closed, such as a full disk.", bool(status["trouble"])),
-        "missing_sites": ("Sites that are needed to found the run.", status.get("missing", 0)),
-        "records": ("Records of the run.", status.get("records", 0)),
-    }
-    for name, (text, value) in told.items():
-        yield _filled(family(f"sdiloco_{name}", text, labels=["run"]), [([status["run"]], value)])
-
-
-def _of_sites(status: dict[str, Any], core: Any) -> Iterator[Any]:
-    run, sites = status["run"], status["sites"]
-    states = [([run, site, state], own["state"] == state) for site, own in sites.items() for state in STATES]
-    text = "Whether a site is in a state, 1 in one of them."
-    yield _filled(core.GaugeMetricFamily("sdiloco_site_state", text, labels=["run", "site", "state"]), states)
-    for key, (kind, name, text) in SITE_METRICS.items():
-        family = core.CounterMetricFamily if kind == "counter" else core.GaugeMetricFamily
-        values = [([run, site], own[key]) for site, own in sites.items() if own[key] is not None]
-        yield _filled(family(f"sdiloco_site_{name}", text, labels=["run", "site"]), values)
-
-
-def _of_fragments(status: dict[str, Any], family: Any) -> Iterator[Any]:
-    run, fragments = status["run"], list(enumerate(status["fragments"]))
-    rounds = [([run, str(number)], own["round"]) for number, own in fragments]
-    text = "The last round of a fragment that is closed."
-    yield _filled(family("sdiloco_fragment_round", text, labels=["run", "fragment"]), rounds)
-    missing = [([run, str(number), site], 1) for number, own in fragments for site in own["missing"]]
-    text = "1 for every site that the open round of a fragment waits for."
-    yield _filled(family("sdiloco_fragment_waits_for", text, labels=["run", "fragment", "site"]), missing)
-
-
-def _filled(family: Any, values: Sequence[tuple[list[str], float]]) -> Any:
-    for labels, value in values:
-        family.add_metric(labels, float(value))
-    return family
+        for name, text, value in (
+            ("founded", "Whether the run has been founded.", status["founded"]),
+            (
+                "trouble",
+                "Whether something keeps rounds from being closed, such as a full disk.",
+                bool(status["trouble"]),
+            ),
+            ("missing_sites", "Sites that are needed to found the run.", status.get("missing", 0)),
+            ("records", "Records of the run.", status.get("records", 0)),
+        ):
+            yield family(name, text, [([], value)])
+        if not status["founded"]:
+            return
+        sites, fragments = status["sites"], list(enumerate(status["fragments"]))
+        states = [([site, state], own["state"] == state) for site, own in sites.items() for state in STATES]
+        yield family("site_state", "Whether a site is in a state, 1 in one of them.", states, "site", "state")
+        for key, (kind, name, text) in SITE_METRICS.items():
+            values = [([site], own[key]) for site, own in sites.items() if own[key] is not None]
+            yield family(f"site_{name}", text, values, "site", kind=kind)
+        rounds = [([str(number)], own["round"]) for number, own in fragments]
+        yield family("fragment_round", "The last round of a fragment that is closed.", rounds, "fragment")
+        missing = [([str(number), site], 1) for number, own in fragments for site in own["missing"]]
+        text = "1 for every site that the open round of a fragment waits for."
+        yield family("fragment_waits_for", text, missing, "fragment", "site")
 
 
 def _client(module: str) -> Any:

@@ -1,6 +1,7 @@
 """Runs ``sdiloco keys``: makes the authority of a federation, bundles for its holders, and takes them back."""
 
 from lightning_sdiloco.federation.keys import Role, add_keys, init_keys, revoke_keys
+from lightning_sdiloco.planning.link import require
 
 
 def init(folder: str, run: str | None = None, days: int = 3650) -> str:
@@ -11,7 +12,7 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
         run: The run that the keys are for. Without it, the first one for which a hub is started with the folder.
         days: For how many days keys that are added can be valid.
     """
-    _require_days(days)
+    require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundle = init_keys(folder, run, days)
     return f"{bundle}: for the hub, which also takes {folder} itself. Keep the folder to yourself, and add sites to it."
 
@@ -25,7 +26,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
         role: What they may do: a site trains, an operator evicts and ends, a reader looks at the status.
         days: For how many days they are valid.
     """
-    _require_days(days)
+    require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundles = [add_keys(folder, name, role, days) for name in names]
     return "\n".join(f"{bundle}: for {role} {name}" for bundle, name in zip(bundles, names, strict=True))
 
@@ -38,8 +39,3 @@ def revoke(folder: str, names: list[str]) -> str:
         names: Names of holders.
     """
     return "\n".join(f"{name}: revoked {one}" for name in names for one in revoke_keys(folder, name))
-
-
-def _require_days(days: int) -> None:
-    if days < 1:
-        raise ValueError(f"days={days} is out of range: it must be at least 1. It says when certificates expire.")

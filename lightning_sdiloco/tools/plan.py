@@ -19,7 +19,7 @@ from lightning_sdiloco.federation.charter import LONGEST_GRACE
 from lightning_sdiloco.federation.quorum import All, Quorum
 from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
 from lightning_sdiloco.planning import paper
-from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Memory, Streaming
 from lightning_sdiloco.planning.planner import (
     MARGIN,
@@ -108,10 +108,6 @@ def plan(
         picture: File (.svg or .png) for a picture of the utilisation over the bandwidth.
         format: How to print.
 
-    Raises:
-        ValueError: If an option is missing or out of its range, the model cannot be made, or the picture cannot be
-            drawn.
-
     Examples:
         >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
         1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
@@ -126,8 +122,7 @@ def plan(
     described = _described(model, params, layers, step_time, bandwidth)
     assert step_time is not None
     assert bandwidth is not None
-    if steps < 1:
-        raise ValueError(f"steps={steps} is out of range: it must be at least 1. Give the inner steps of the run.")
+    require(steps >= 1, "steps", steps, "at least 1")
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
     hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
@@ -258,8 +253,8 @@ def _asked_waits(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
             " all. Give the --hub-bandwidth of the federation too."
         )
-    if isinstance(quorum, int) and quorum < 1:
-        raise ValueError(f"quorum={quorum} is out of range: it must be at least 1. Give a number of sites.")
+    if isinstance(quorum, int):
+        require(quorum >= 1, "quorum", quorum, "at least 1")
     try:
         late = [float(number) for number in delays.split(",")] if delays else [0.0] * len(of_sites)
     except ValueError:

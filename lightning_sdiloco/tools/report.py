@@ -3,13 +3,13 @@
 import base64
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
@@ -18,9 +18,9 @@ from lightning_sdiloco.algorithm.reduce import is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.fragments import Span
 from lightning_sdiloco.lightning.monitor import LandingRecord, Rank, Run, read_run, write_timeline
-from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
+from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
 from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import DARK, LIGHT, Theme, drawn, require_matplotlib
@@ -44,9 +44,9 @@ def report(
     embedded: dict[str, dict[str, bytes]] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, draw in pictures_of(read).items():
+        for name in pictures_of(read):
             for theme, colors in THEMES.items():
-                suffix, made = "" if theme == "light" else f"-{theme}", partial(draw, read, colors)
+                suffix, made = "" if theme == "light" else f"-{theme}", partial(PICTURES[name].draw, read, colors)
                 (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
                 embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
         write_timeline(folder / "timeline.json", read)
@@ -67,15 +67,13 @@ class Causes(NamedTuple):
     background: float
 
 
-@dataclass(frozen=True)
-class Advice:
+class Advice(NamedTuple):
     changes: dict[str, object]
     now: float
     then: float
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     limit: str
     utilisation: float
     causes: Causes
@@ -85,71 +83,50 @@ class Verdict:
 
 
 def judge(run: Run) -> Verdict:
-    shares = [utilisation(rank) for rank in run.ranks]
-    share = sum(shares) / len(shares)
-    causes, link = causes_of(run), measured_link(run)
-    limit = _limit(run, share, causes)
+    share = mean(map(utilisation, run.ranks))
+    causes, link = waited_for(run)
+    if run.ranks[0].about["groups"] == 1:
+        limit = "alone"
+    elif share >= TARGET:
+        limit = "nothing"
+    else:
+        limit = max(causes._asdict().items(), key=lambda cause: cause[1])[0]
     advice = advise(run, link) if link is not None and limit in ("link", "background") else None
     sentences = [
         *_what_limited(run, limit, share, causes, link),
-        *_what_to_change(limit, advice, link),
+        *(_what_to_change(advice, link) if limit in ("link", "background") else ()),
         *_agreement(run),
     ]
     return Verdict(limit, share, causes, link, advice, sentences)
 
 
-def _limit(run: Run, share: float, causes: Causes) -> str:
-    if run.ranks[0].about["groups"] == 1:
-        return "alone"
-    if share >= planner.TARGET:
-        return "nothing"
-    return max(causes._asdict().items(), key=lambda cause: cause[1])[0]
+def waited_for(run: Run) -> tuple[Causes, Link | None]:
+    """Returns what training waited for, and the link, if it can be told how fast it is.
 
-
-# What training waited for
-
-
-def causes_of(run: Run) -> Causes:
-    parts = [_cause(landed, others) for _, landed, others in _with_others(run)]
-    return Causes(*(sum(column) for column in zip(*parts, strict=True))) if parts else Causes(0, 0, 0)
-
-
-def _with_others(run: Run) -> Iterator[tuple[Rank, LandingRecord, list[LandingRecord]]]:
-    """Yields every landing of every rank, with those of the same flight in the other groups."""
+    The time until the last group launched counts for that group, and the rest for the link or the own background.
+    """
     flights: dict[tuple[int, int, int], list[tuple[Rank, LandingRecord]]] = {}
     for rank in run.ranks:
         for landed in waits(rank):
             key = rank.about["shard"], landed.launched_at, landed.fragment
             flights.setdefault(key, []).append((rank, landed))
+    on_link = for_groups = in_all = bits = seconds = 0.0
     for together in flights.values():
         for rank, landed in together:
-            yield rank, landed, [other for of, other in together if of is not rank]
-
-
-def _cause(landed: LandingRecord, others: list[LandingRecord]) -> Causes:
-    """Counts the time until the last group launched for that group, and the rest for the link or the own background."""
-    began, ended = landed.spans["wait"]
-    all_launched = max((other.spans["launch"][1] for other in others), default=began)
-    slower = overlap((began, ended), (began, all_launched))
-    rest = max(began, all_launched), ended
-    link = sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
-    return Causes(link, slower, ended - began - slower - link)
-
-
-def measured_link(run: Run) -> Link | None:
-    bits = seconds = 0.0
-    for _, landed, others in _with_others(run):
-        on_link = _seconds_on_link(landed, others)
-        if landed.link_gbit_s is not None and landed.bytes_sent and on_link > 0:
-            bits, seconds = bits + 8 * landed.bytes_sent, seconds + on_link
-    if seconds == 0:
-        return None
-    return Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"])
-
-
-def _seconds_on_link(landed: LandingRecord, others: list[LandingRecord]) -> float:
-    hops = zip(on_the_link(landed), *map(on_the_link, others), strict=False)
-    return sum(max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops)
+            others = [other for of, other in together if of is not rank]
+            began, ended = landed.spans["wait"]
+            all_launched = max((other.spans["launch"][1] for other in others), default=began)
+            in_all += ended - began
+            for_groups += overlap((began, ended), (began, all_launched))
+            rest = max(began, all_launched), ended
+            on_link += sum(overlap(rest, hop) for hop in on_the_link(landed)) if rest[1] > rest[0] else 0.0
+            # From when all groups were in a hop.
+            hops = zip(on_the_link(landed), *map(on_the_link, others), strict=False)
+            took = sum(max(0.0, own[1] - max(hop[0] for hop in (own, *theirs))) for own, *theirs in hops)
+            if landed.link_gbit_s is not None and landed.bytes_sent and took > 0:
+                bits, seconds = bits + 8 * landed.bytes_sent, seconds + took
+    link = Link(gbit_s=bits / seconds / 1e9 * run.ranks[0].about["shards"]) if seconds else None
+    return Causes(on_link, for_groups, in_all - for_groups - on_link), link
 
 
 # What to change
@@ -157,38 +134,27 @@ def _seconds_on_link(landed: LandingRecord, others: list[LandingRecord]) -> floa
 
 def advise(run: Run, link: Link) -> Advice | None:
     """Finds the smallest change with which the planner expects the utilisation that it recommends, or the best one."""
-    settings, model = _settings(run), _model(run)
+    settings = _settings(run)
     if settings is None:
         return None
+    sizes = run.ranks[0].parameters
+    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
+    model = Model(parameters, tuple(numel for numel, _ in sizes.values()))
     groups = _groups(run, model, settings)
 
-    def expected(chosen: Settings) -> float:
-        return Streaming(model, chosen, groups).utilisation(planner.with_margin(link))
-
-    now = expected(settings)
-    best, reached = settings, now
-    for candidate in [*_small_changes(settings), planner.recommend(model, groups, link).settings]:
-        utilisation = expected(candidate)
-        if utilisation > 1.01 * reached:
-            best, reached = candidate, utilisation
-        if reached >= planner.TARGET:
-            break
-    names = ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
-    changes = {name: getattr(best, name) for name in names if getattr(best, name) != getattr(settings, name)}
-    return Advice(changes, now, reached)
-
-
-def _small_changes(settings: Settings) -> Iterator[Settings]:
-    """Yields the settings with one of them changed, those that change training least first."""
-    for overlap_steps in OVERLAP_STEPS:
-        if settings.overlap_steps < overlap_steps < settings.sync_every:
-            yield replace(settings, overlap_steps=overlap_steps)
+    # One of them changed, those that change training least first.
+    every, overlap_steps = settings.sync_every, settings.overlap_steps
+    changed = [replace(settings, overlap_steps=more) for more in OVERLAP_STEPS if overlap_steps < more < every]
     if settings.exchange != "auto":
-        yield replace(settings, exchange="auto")
+        changed.append(replace(settings, exchange="auto"))
     if settings.codec.wire_bytes(1 << 20) > COMPRESSIONS["fp4"].wire_bytes(1 << 20):
-        yield replace(settings, compression="fp4")
-    for factor in (2, 3, 5):
-        yield replace(settings, sync_every=factor * settings.sync_every)
+        changed.append(replace(settings, compression="fp4"))
+    changed += [replace(settings, sync_every=factor * every) for factor in (2, 3, 5)]
+    best = recommend(model, groups, link, [settings, *changed, recommend(model, groups, link).settings])
+    now, then = (method.utilisation(with_margin(link)) for method in (Streaming(model, settings, groups), best))
+    names = ("overlap_steps", "exchange", "compression", "sync_every", "fragments")
+    both = ((name, getattr(best.settings, name), getattr(settings, name)) for name in names)
+    return Advice({name: chosen for name, chosen, own in both if chosen != own}, now, then)
 
 
 def _settings(run: Run) -> Settings | None:
@@ -205,24 +171,15 @@ def _settings(run: Run) -> Settings | None:
     return automatic if len(set(both)) == 1 else ran
 
 
-def _model(run: Run) -> Model:
-    sizes = run.ranks[0].parameters
-    parameters = tuple(Parameter(name, nbytes) for name, (_, nbytes) in sizes.items())
-    return Model(parameters, tuple(numel for numel, _ in sizes.values()))
-
-
 def _groups(run: Run, model: Model, settings: Settings) -> Groups:
     """Returns the groups of a run, with the memory rate at which its work in the background took as long as it did."""
     about = run.ranks[0].about
-    step_time = max(step_seconds(rank) for rank in run.ranks)
-    groups = Groups(step_time, about["groups"], about["shards"], memory_rate=1.0)
-    method = Streaming(model, settings, groups)
-    nbytes = seconds = 0.0
-    for rank in run.ranks:
-        for landed in waits(rank):
-            # At one byte a second the seconds are bytes.
-            nbytes += method.costs(landed.fragment, Link(gbit_s=1.0)).background
-            seconds += sum(ended - began for began, ended in in_background(landed))
+    groups = Groups(max(map(step_seconds, run.ranks)), about["groups"], about["shards"], memory_rate=1.0)
+    # At one byte a second the seconds are bytes.
+    method, any_link = Streaming(model, settings, groups), Link(gbit_s=1.0)
+    landings = [landed for rank in run.ranks for landed in waits(rank)]
+    nbytes = sum(method.costs(landed.fragment, any_link).background for landed in landings)
+    seconds = sum(ended - began for landed in landings for began, ended in in_background(landed))
     return replace(groups, memory_rate=nbytes / seconds if seconds else Groups.memory_rate)
 
 
@@ -230,17 +187,27 @@ def _groups(run: Run, model: Model, settings: Settings) -> Groups:
 
 
 def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link | None) -> list[str]:
-    steps = {rank.group: step_seconds(rank) for rank in run.heads}
-    kept = f"Training kept computing for {share:.1%} of the time."
-    waited = f"Of the time that it waited, {_shares(causes)}."
+    kept, head = f"Training kept computing for {share:.1%} of the time.", run.heads[0]
+    words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
+    parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
+    shares = ", ".join(f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts)
+    waited = f"Of the time that it waited, {shares}."
     rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
-    if limit == "alone" and run.heads[0].about.get("site") is not None:
-        return [f"{kept} {_who_counted(run.heads[0])}"]
+    if limit == "alone" and head.about.get("site") is not None:
+        landed, again = waits(head), len(head.starts) - 1
+        sites = sorted({site for one in landed for site in one.sites})
+        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
+        started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
+        return [
+            f"{kept} This is {head.name}, one site of a federation, which waits for no other.{started} Of the"
+            f" {len(landed)} rounds of fragments that landed here, there counted: {counted}."
+        ]
     if limit == "alone":
         return ["There is one worker group, so nothing travelled and nothing was waited for."]
     if limit == "nothing":
         return [f"{kept} Nothing held it back that a setting would change much.{rate}"]
     if limit == "groups":
+        steps = {rank.group: step_seconds(rank) for rank in run.heads}
         slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
         return [
             f"{kept} A slower group limited this run: an inner step of group {slow} took"
@@ -253,28 +220,7 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     return [f"{kept} {what} limited this run. {waited}{rate}"]
 
 
-def _who_counted(rank: Rank) -> str:
-    landed = waits(rank)
-    sites = sorted({site for one in landed for site in one.sites})
-    counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
-    again = len(rank.starts) - 1
-    started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
-    return (
-        f"This is {rank.name}, one site of a federation, which waits for no other.{started} Of the {len(landed)} rounds"
-        f" of fragments that landed here, there counted: {counted}."
-    )
-
-
-def _shares(causes: Causes) -> str:
-    total = sum(causes) or 1.0
-    words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
-    parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
-    return ", ".join(f"{seconds / total:.0%} was {words[name]}" for name, seconds in parts)
-
-
-def _what_to_change(limit: str, advice: Advice | None, link: Link | None) -> list[str]:
-    if limit not in ("link", "background"):
-        return []
+def _what_to_change(advice: Advice | None, link: Link | None) -> list[str]:
     if link is None:
         return [
             "How fast the link is cannot be told: all messages were there before a rank began to wait for them, so the"
@@ -282,7 +228,7 @@ def _what_to_change(limit: str, advice: Advice | None, link: Link | None) -> lis
         ]
     if advice is None:
         return ["The planner cannot tell what to change: it knows compressions by their names only."]
-    if not advice.changes and advice.now >= planner.TARGET:
+    if not advice.changes and advice.now >= TARGET:
         return [
             f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} of these"
             " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
@@ -292,7 +238,7 @@ def _what_to_change(limit: str, advice: Advice | None, link: Link | None) -> lis
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return [
         f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} of it, and {advice.now:.1%} of"
-        f" the settings as they are, counting on {planner.MARGIN:.0%} of the bandwidth that was measured."
+        f" the settings as they are, counting on {MARGIN:.0%} of the bandwidth that was measured."
     ]
 
 
@@ -407,15 +353,15 @@ def gbit_s_over_time(ranks: Sequence[Rank], zero: float) -> Curve:
     width = max((trained_until - began) * every / len(ranks[0].steps) / 4, (trained_until - began) / _BARS)
     ended = max(trained_until, *(span[1] for span, _ in sent))
     edges = [began + number * width for number in range(math.ceil((ended - began) / width) + 1)]
+    # Evenly from a launch to the arrival, which takes some time.
+    spans = [((start, max(end, start + 1e-9)), 8 * nbytes) for (start, end), nbytes in sent]
     return [
-        (one - zero, sum(_bits(span, nbytes, (one, other)) for span, nbytes in sent) / width / 1e9)
+        (
+            one - zero,
+            sum(bits * overlap(span, (one, other)) / (span[1] - span[0]) for span, bits in spans) / width / 1e9,
+        )
         for one, other in pairwise(edges)
     ]
-
-
-def _bits(span: Span, nbytes: int, within: Span) -> float:
-    length = max(span[1] - span[0], 1e-9)
-    return 8 * nbytes * overlap((span[0], span[0] + length), within) / length
 
 
 def ddp_bytes_per_step(run: Run) -> float:
@@ -423,15 +369,10 @@ def ddp_bytes_per_step(run: Run) -> float:
     return 2 * (groups - 1) / groups * sum(nbytes for _, nbytes in run.ranks[0].parameters.values())
 
 
-def ddp_gbit_s(run: Run) -> float:
-    """Returns the bandwidth that data-parallel training at the same speed would have needed, in Gbit/s."""
-    return 8 * ddp_bytes_per_step(run) / max(step_seconds(rank) for rank in run.heads) / 1e9
-
-
 def bytes_sent(run: Run) -> dict[int, int]:
-    sent: dict[int, int] = {}
+    sent = dict.fromkeys((rank.group for rank in run.ranks), 0)
     for rank in run.ranks:
-        sent[rank.group] = sent.get(rank.group, 0) + sum(landed.bytes_sent for landed in rank.landings)
+        sent[rank.group] += sum(landed.bytes_sent for landed in rank.landings)
     return sent
 
 
@@ -494,6 +435,32 @@ def color_of(group: int, theme: Theme) -> str:
     return theme.line((0, 4, 2, 3, 5, 6, 7, 8)[group % 8])
 
 
+def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
+    return figure.add_subplot(place, xlabel=x, ylabel=y)
+
+
+def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
+    if points:
+        x, y = zip(*rounds(points, -(-len(points) // _POINTS)), strict=True)
+        marker = "o" if len(points) == 1 else None
+        axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
+
+
+def _legend(axes: Any) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best", ncols=2)
+
+
+def _smoothed(points: Curve) -> Curve:
+    """Averages up to each point the last twentieth of all points, at most fifty."""
+    width = max(1, min(50, len(points) // 20))
+    values = [value for _, value in points]
+    return [
+        (step, sum(values[max(0, place - width + 1) : place + 1]) / len(values[max(0, place - width + 1) : place + 1]))
+        for place, (step, _) in enumerate(points)
+    ]
+
+
 def draw_losses(run: Run, theme: Theme, figure: Any) -> None:
     axes = _axes(figure, "inner step", "loss")
     for rank in run.heads:
@@ -517,7 +484,7 @@ def draw_utilisation(run: Run, theme: Theme, figure: Any) -> None:
 
 def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
     """Draws what every group sent over time, and what data-parallel training would have needed."""
-    needed = ddp_gbit_s(run)
+    needed = 8 * ddp_bytes_per_step(run) / max(map(step_seconds, run.heads)) / 1e9
     unit, name = (1.0, "Gbit/s") if needed >= 1 else (1000.0, "Mbit/s")
     axes = _axes(figure, "seconds since the first inner step", name)
     rates = []
@@ -543,62 +510,45 @@ def draw_bandwidth(run: Run, theme: Theme, figure: Any) -> None:
 def draw_flights(run: Run, theme: Theme, figure: Any) -> None:
     """Draws the last rounds: inner steps and waits of every group, and the flights of its fragments below."""
     axes = _axes(figure, "seconds since the first inner step", "")
-    heads = run.heads[:_GROUPS]
+    heads, steps = run.heads[:_GROUPS], run.heads[0].steps
     figure.set_size_inches(_SIZE[0], 1.2 + 0.2 * sum(1 + len(head.fragments) for head in heads))
-    window = _last_rounds(run)
-    row, ticks = 0, list[tuple[int, str]]()
+    every = int(run.ranks[0].about["settings"]["sync_every"])
+    ended = max((landed.spans["land"][1] for rank in run.ranks for landed in rank.landings), default=steps[-1].done)
+    first, last = steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
+    # A hair apart, so that single steps can be told.
+    gap, row, ticks = (last - first) / 1500, 0, list[str]()
+
+    def bars(spans: Sequence[Span], color: str, alpha: float, height: float = 0.7) -> None:
+        seen = [(began - run.began, ended - began) for began, ended in spans if ended > first and began < last]
+        axes.broken_barh(seen, (row - height / 2, height), color=color, alpha=alpha, linewidth=0)
+
     for head in heads:
-        row = _draw_group(axes, head, run, window, theme, row, ticks)
-    axes.set_xlim(window[0] - run.began, window[1] - run.began)
+        color = color_of(head.group, theme)
+        bars([(s.span[0], max(s.span[1] - gap, s.span[0])) for s in head.steps], theme.quiet, 0.45, 0.8)
+        bars([landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
+        ticks.append(head.name)
+        for fragment in range(len(head.fragments)):
+            row = len(ticks)
+            flights = [landed for landed in head.landings if landed.fragment == fragment]
+            for alpha, spans_of in _SHADES.values():
+                bars([span for landed in flights for span in spans_of(landed)], color, alpha)
+            ticks.append(f"fragment {fragment}")
+        row = len(ticks)
+    axes.set_xlim(first - run.began, last - run.began)
     axes.set_ylim(row - 0.5, -0.8)
-    axes.set_yticks([place for place, _ in ticks], [name for _, name in ticks])
+    axes.set_yticks(range(row), ticks)
     axes.grid(visible=False, axis="y")
-    for color, label in ((theme.quiet, "inner step"), (theme.line(1), "waits")):
-        axes.barh([0], [0], color=color, label=label)
-    for name, alpha in _SHADES.items():
-        axes.barh([0], [0], color=theme.quiet, alpha=alpha, label=name)
+    shades = {name: (theme.quiet, alpha) for name, (alpha, _) in _SHADES.items()}
+    for name, (color, alpha) in {"inner step": (theme.quiet, 1.0), "waits": (theme.line(1), 1.0), **shades}.items():
+        axes.barh([0], [0], color=color, alpha=alpha, label=name)
     figure.legend(loc="outside lower center", ncols=6)
 
 
-_SHADES = {"in flight": 0.25, "in the background": 0.55, "on the link": 1.0}
-
-
-def _draw_group(
-    axes: Any, head: Rank, run: Run, window: tuple[float, float], theme: Theme, row: int, ticks: list[tuple[int, str]]
-) -> int:
-    def bars(place: int, spans: list[tuple[float, float]], color: str, alpha: float, height: float) -> None:
-        seen = [(began - run.began, ended - began) for began, ended in spans if ended > window[0] and began < window[1]]
-        axes.broken_barh(seen, (place - height / 2, height), color=color, alpha=alpha, linewidth=0)
-
-    # A hair apart, so that single steps can be told.
-    gap = (window[1] - window[0]) / 1500
-    ticks.append((row, head.name))
-    bars(row, [(step.span[0], max(step.span[1] - gap, step.span[0])) for step in head.steps], theme.quiet, 0.45, 0.8)
-    bars(row, [landed.spans["wait"] for landed in head.landings], theme.line(1), 1, 0.8)
-    for fragment in range(len(head.fragments)):
-        place = row + 1 + fragment
-        flights = [landed for landed in head.landings if landed.fragment == fragment]
-        ticks.append((place, f"fragment {fragment}"))
-        bars(
-            place,
-            [landed.spans["flight"] for landed in flights],
-            color_of(head.group, theme),
-            _SHADES["in flight"],
-            0.7,
-        )
-        for name, spans in (
-            ("in the background", [span for landed in flights for span in in_background(landed)]),
-            ("on the link", [span for landed in flights for span in on_the_link(landed)]),
-        ):
-            bars(place, spans, color_of(head.group, theme), _SHADES[name], 0.7)
-    return row + 1 + len(head.fragments)
-
-
-def _last_rounds(run: Run) -> tuple[float, float]:
-    every = int(run.ranks[0].about["settings"]["sync_every"])
-    steps = run.heads[0].steps
-    ended = max((landed.spans["land"][1] for rank in run.ranks for landed in rank.landings), default=steps[-1].done)
-    return steps[max(0, len(steps) - _ROUNDS * every)].span[0], max(ended, steps[-1].done)
+_SHADES: Mapping[str, tuple[float, Callable[[LandingRecord], Sequence[Span]]]] = {
+    "in flight": (0.25, lambda landed: [landed.spans["flight"]]),
+    "in the background": (0.55, in_background),
+    "on the link": (1.0, on_the_link),
+}
 
 
 def draw_agreement(run: Run, theme: Theme, figure: Any) -> None:
@@ -637,86 +587,62 @@ def draw_sites(run: Run, theme: Theme, figure: Any) -> None:
     _legend(axes)
 
 
-def pictures_of(run: Run) -> Mapping[str, Callable[[Run, Theme, Any], None]]:
-    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
-    own = "sites" if run.heads[0].about.get("site") is not None else "agreement"
-    return {name: draw for name, draw in PICTURES.items() if name not in {"sites", "agreement"} - {own}}
+class Picture(NamedTuple):
+    draw: Callable[[Run, Theme, Any], None]
+    title: str
+    caption: str
 
 
-PICTURES: Mapping[str, Callable[[Run, Theme, Any], None]] = {
-    "losses": draw_losses,
-    "utilisation": draw_utilisation,
-    "bandwidth": draw_bandwidth,
-    "flights": draw_flights,
-    "agreement": draw_agreement,
-    "sites": draw_sites,
-}
-"""The functions that draw, by the names of the files."""
-
-
-def _axes(figure: Any, x: str, y: str, place: int = 111) -> Any:
-    return figure.add_subplot(place, xlabel=x, ylabel=y)
-
-
-def _line(axes: Any, points: Curve, color: str, alpha: float, width: float, label: str | None = None) -> None:
-    if points:
-        x, y = zip(*rounds(points, -(-len(points) // _POINTS)), strict=True)
-        marker = "o" if len(points) == 1 else None
-        axes.plot(x, y, color=color, alpha=alpha, linewidth=width, label=label, marker=marker, markersize=4)
-
-
-def _legend(axes: Any) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best", ncols=2)
-
-
-def _smoothed(points: Curve) -> Curve:
-    """Averages up to each point the last twentieth of all points, at most fifty."""
-    width = max(1, min(50, len(points) // 20))
-    values = [value for _, value in points]
-    return [
-        (step, sum(values[max(0, place - width + 1) : place + 1]) / len(values[max(0, place - width + 1) : place + 1]))
-        for place, (step, _) in enumerate(points)
-    ]
-
-
-# The page, which needs no other file and no network
-
-
-CAPTIONS: Mapping[str, tuple[str, str]] = {
-    "losses": (
+PICTURES: Mapping[str, Picture] = {
+    "losses": Picture(
+        draw_losses,
         "Losses",
         "Training loss of each group, on its own batches and its local parameters: pale as it was, strong smoothed."
         " Dots are validations.",
     ),
-    "utilisation": (
+    "utilisation": Picture(
+        draw_utilisation,
         "Compute utilisation",
         "Share of each round (sync_every inner steps) in which training did not wait for a fragment.",
     ),
-    "bandwidth": (
+    "bandwidth": Picture(
+        draw_bandwidth,
         "Bandwidth between groups",
         "What each group sent, in every quarter of a round, spread evenly from a launch to the arrival of all messages."
         " The dashed line is what a ring all-reduce of all gradients at every step would have needed, at the same"
         " speed.",
     ),
-    "flights": (
+    "flights": Picture(
+        draw_flights,
         "Fragments in flight, at the end of the run",
         "The first groups, at most four. First row of a group: its inner steps, and where it waited. Below, each flight"
         " of its fragments from launch to result: strong while on the link, the second hop included; weaker while it is"
         " encoded, decoded or stepped; pale while it waits for its turn. Each rank goes by its own clock.",
     ),
-    "agreement": (
+    "agreement": Picture(
+        draw_agreement,
         "Agreement of the groups",
         "Cosine between what each group sent and the mean, mean of the fragments of a round; and the norm of the outer"
         " gradient of all fragments. One curve far from the others is a group that trains on something else.",
     ),
-    "sites": (
+    "sites": Picture(
+        draw_sites,
         "Sites that come and go",
         "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
         " without marks has died, left, or come too late.",
     ),
 }
-"""The title and caption of each picture, by the name of the picture."""
+"""The pictures, by the names of their files."""
+
+
+def pictures_of(run: Run) -> list[str]:
+    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
+    without = "sites" if run.heads[0].about.get("site") is None else "agreement"
+    return [name for name in PICTURES if name != without]
+
+
+# The page, which needs no other file and no network
+
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --quiet: #5f6c7b; --line: #d9dfe6; --paper: #ffffff;
@@ -741,68 +667,26 @@ th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); f
 
 
 def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[str, bytes]]) -> str:
-    parts = [
-        "<!doctype html>",
-        '<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
-        f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
-        f'<p class="quiet">{escape(_about(run))}</p>',
-        f'<div class="tiles">{_tiles(run, verdict)}</div>',
-        f'<h2>Verdict</h2><div class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in verdict.sentences)}</div>',
-        *(_figure(name, themes) for name, themes in pictures.items()),
-        "<h2>Ranks</h2>",
-        f'<div class="scroll">{_table(run)}</div>',
-        "</body></html>",
-    ]
-    return "\n".join(parts)
-
-
-def _figure(name: str, themes: Mapping[str, bytes]) -> str:
-    title, caption = CAPTIONS[name]
-    light, dark = (f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}" for t in ("light", "dark"))
-    return (
-        f'<h2>{title}</h2><p class="quiet">{escape(caption)}</p><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="{dark}"><img src="{light}" alt="{escape(title)}">'
-        "</picture>"
-    )
-
-
-def _about(run: Run) -> str:
-    about, settings = run.ranks[0].about, run.ranks[0].about["settings"]
-    values = sum(numel for numel, _ in run.ranks[0].parameters.values())
-    compression = settings["compression"] or "a compression of its own"
+    about, settings, first = run.ranks[0].about, run.ranks[0].about["settings"], run.ranks[0]
     is_site = about.get("site") is not None
-    ranks = (
-        f"{run.ranks[0].name}: {about['shards']} ranks" if is_site else f"{about['groups']} groups of {about['shards']}"
+    ranks = f"{first.name}: {about['shards']} ranks" if is_site else f"{about['groups']} groups of {about['shards']}"
+    described = (
+        f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in {len(first.fragments)} fragments ·"
+        f" {ranks} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
+        f" mixing={settings['mixing']}, compression={settings['compression'] or 'a compression of its own'},"
+        f" exchange={exchange_of(run) or '-'}"
     )
-    return (
-        f"{values:,} parameters in {len(run.ranks[0].fragments)} fragments · {ranks} ·"
-        f" sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={compression}, exchange={exchange_of(run) or '-'}"
-    )
-
-
-def _tiles(run: Run, verdict: Verdict) -> str:
-    about = run.ranks[0].about
-    steps = max(len(rank.steps) for rank in run.ranks)
-    sent = max(bytes_sent(run).values())
+    steps, sent = max(len(rank.steps) for rank in run.ranks), max(bytes_sent(run).values())
     tiles = [
         (f"{verdict.utilisation:.1%}", "compute utilisation"),
         (f"{steps:,}", "inner steps"),
-        (seconds_as_text(max(step_seconds(rank) for rank in run.heads)), "slowest inner step"),
+        (seconds_as_text(max(map(step_seconds, run.heads))), "slowest inner step"),
         (readable(sent), "sent by each group"),
     ]
     if sent and about["groups"] > 1:
         tiles.append((f"1/{ddp_bytes_per_step(run) * steps / sent:,.0f}", "of the bytes of DDP"))
     if verdict.link is not None:
         tiles.append((readable_rate(verdict.link.gbit_s), "link rate while in use"))
-    each = (f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles)
-    return "".join(each)
-
-
-def _table(run: Run) -> str:
-    head = ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")
     rows = [
         (
             str(rank.rank),
@@ -815,6 +699,30 @@ def _table(run: Run) -> str:
         )
         for rank in run.ranks
     ]
-    cells = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{cells}</tr>{body}</table>"
+    told = [f'<div class="tile"><b>{escape(value)}</b><span>{escape(label)}</span></div>' for value, label in tiles]
+    head = [f"<th>{name}</th>" for name in ("rank", "group", "host", "inner step", "waited", "utilisation", "sent")]
+    body = [f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows]
+    figures = []
+    for name, themes in pictures.items():
+        light, dark = (f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}" for t in ("light", "dark"))
+        figures.append(
+            f'<h2>{PICTURES[name].title}</h2><p class="quiet">{escape(PICTURES[name].caption)}</p><picture>'
+            f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+            f'<img src="{light}" alt="{escape(PICTURES[name].title)}"></picture>'
+        )
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            f"<title>{escape(title)}: Streaming DiLoCo</title><style>{_STYLE}</style></head><body>",
+            f'<h1>Streaming DiLoCo run</h1><p class="quiet">{escape(title)}</p>',
+            f'<p class="quiet">{escape(described)}</p>',
+            f'<div class="tiles">{"".join(told)}</div>',
+            f'<h2>Verdict</h2><div class="verdict">{"".join(f"<p>{escape(s)}</p>" for s in verdict.sentences)}</div>',
+            *figures,
+            "<h2>Ranks</h2>",
+            f'<div class="scroll"><table><tr>{"".join(head)}</tr>{"".join(body)}</table></div>',
+            "</body></html>",
+        ]
+    )

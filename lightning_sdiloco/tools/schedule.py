@@ -2,6 +2,7 @@
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.planning.link import require
 
 
 def schedule(
@@ -16,9 +17,6 @@ def schedule(
         first: First inner step of the table.
         last: Last inner step of the table. By default far enough to show two rounds.
 
-    Raises:
-        ValueError: If a value is out of its range; for ``sync_every`` and ``overlap_steps`` as `Settings` says it.
-
     Examples:
         >>> print(schedule(sync_every=6, overlap_steps=2, fragments=2, last=12))
         step  launches  lands
@@ -29,14 +27,9 @@ def schedule(
           12  0         -
     """
     Settings(sync_every=sync_every, overlap_steps=overlap_steps)
-    _require_at_least(1, "fragments", fragments, "Give the number of fragments that the model is cut into.")
-    _require_at_least(1, "first", first, "Inner steps count from 1.")
+    require(fragments >= 1, "fragments", fragments, "at least 1")
+    require(first >= 1, "first", first, "at least 1")
     if last is None:
         last = first + 3 * sync_every - 2 + overlap_steps
-    _require_at_least(first, "last", last, "It is the last inner step of the table, and first the first.")
+    require(last >= first, "last", last, f"at least {first}, which is the first")
     return Schedule(sync_every, overlap_steps, fragments).table(first, last)
-
-
-def _require_at_least(least: int, name: str, value: int, advice: str) -> None:
-    if value < least:
-        raise ValueError(f"{name}={value} is out of range: it must be at least {least}. {advice}")

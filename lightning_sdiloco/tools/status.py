@@ -12,10 +12,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.tools.hub import STATES, HubOptions, status_of
 
 _EVERY = 1.0  # seconds between two looks
-_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def status(options: HubOptions, json: bool = False) -> str:
@@ -48,21 +48,11 @@ def as_table(status: dict[str, Any]) -> Group:
         )
     head = Text(f"run {status['run']}: {status['records']} records")
     trouble = [Text(status["trouble"], style="bold red")] if status["trouble"] else []
-    return Group(head, *trouble, _sites(status["sites"]), _fragments(status["fragments"]))
-
-
-def printed(status: dict[str, Any]) -> str:
-    text = io.StringIO()
-    Console(file=text, width=120, highlight=False).print(as_table(status))
-    return text.getvalue().rstrip("\n")
-
-
-def _sites(sites: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title="sites", title_justify="left")
-    for name in ("site", "state", "last beat", "behind", "share", "late", "lives", "sent", "rate"):
-        table.add_column(name, justify="left" if name in ("site", "state") else "right")
-    for name, own in sites.items():
-        table.add_row(
+    sites = Table("site", "state", title="sites", title_justify="left")
+    for name in ("last beat", "behind", "share", "late", "lives", "sent", "rate"):
+        sites.add_column(name, justify="right")
+    for name, own in status["sites"].items():
+        sites.add_row(
             name,
             Text(own["state"], style=STATES[own["state"]]),
             "-" if own["last_beat"] is None else f"{own['last_beat']:.1f} s",
@@ -70,24 +60,19 @@ def _sites(sites: dict[str, dict[str, Any]]) -> Table:
             f"{own['share']:.0%}",
             str(own["late"]),
             str(own["lives"]),
-            _in_bytes(own["bytes"]),
-            f"{_in_bytes(own['bytes_per_second'])}/s",
+            readable(own["bytes"]),
+            f"{readable(own['bytes_per_second'])}/s",
         )
-    return table
-
-
-def _fragments(fragments: list[dict[str, Any]]) -> Table:
-    table = Table(title="fragments", title_justify="left")
-    for name in ("fragment", "round", "here for the next", "missing"):
-        table.add_column(name, justify="right" if name in ("fragment", "round") else "left", overflow="fold")
-    for number, own in enumerate(fragments):
+    fragments = Table(title="fragments", title_justify="left")
+    for name, side in (("fragment", "right"), ("round", "right"), ("here for the next", "left"), ("missing", "left")):
+        fragments.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
+    for number, own in enumerate(status["fragments"]):
         missing = "over" if own["ended"] else ", ".join(own["missing"]) or "-"
-        table.add_row(str(number), str(own["round"]), ", ".join(own["here"]) or "-", missing)
-    return table
+        fragments.add_row(str(number), str(own["round"]), ", ".join(own["here"]) or "-", missing)
+    return Group(head, *trouble, sites, fragments)
 
 
-def _in_bytes(number: float) -> str:
-    unit = 0
-    while number >= 1000 and unit < len(_UNITS) - 1:
-        number, unit = number / 1000, unit + 1
-    return f"{number:.0f} {_UNITS[unit]}" if unit == 0 else f"{number:.1f} {_UNITS[unit]}"
+def printed(status: dict[str, Any]) -> str:
+    text = io.StringIO()
+    Console(file=text, width=120, highlight=False).print(as_table(status))
+    return text.getvalue().rstrip("\n")

@@ -132,7 +132,7 @@ def test_what_is_missing_is_said(
 
 def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
     text = printed(STATUS)
-    for told in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1.0 MB/s", "gone"):
+    for told in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
         assert told in text
     assert "2 more sites are needed; here: a" in printed(FOUNDING)
     page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()

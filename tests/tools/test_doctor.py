@@ -16,23 +16,14 @@ from tests.strangers import listening
 from tests.tools.command import Ran, ran
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-SRUN = {
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_NTASKS_PER_NODE": "2",
-    "SLURM_NNODES": "4",
-    "SLURM_NODELIST": "gpu[03-05,9],login",
-    "SLURM_JOB_ID": "4711",
-}
+SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "4"}
+SRUN |= {"SLURM_NODELIST": "gpu[03-05,9],login", "SLURM_JOB_ID": "4711"}
 BY_HAND = {"NODE_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
-
-# How it was launched
 
 LAUNCHED = [
     (TORCHRUN, None, Launch(5, 8, 2, "a", 29500)),
     (SRUN, None, Launch(5, 8, 4, "gpu03", 19711)),
     ({**SRUN, "MASTER_ADDR": "b", "MASTER_PORT": "1"}, None, Launch(5, 8, 4, "b", 1)),
-    ({**SRUN, "SLURM_NODELIST": "n1"}, None, Launch(5, 8, 4, "n1", 19711)),
     ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
     (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
     ({}, None, "does not know its rank"),
@@ -62,60 +53,36 @@ def test_torchrun_is_told_what_it_needs_to_restart_processes(caplog: pytest.LogC
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
 
 
-# What it finds
+TCP = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28, "slow_start_after_idle": False}
+DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
 
 
 def seen(**choices: Any) -> Examined:
     """Four ranks on two hosts with nothing to complain of."""
     endpoints = [Endpoints(f"host{rank // 2}", rank // 2, "", ("10.0.0.1", 1), ("10.0.0.1", 2)) for rank in range(4)]
-    tcp = {"congestion_control": "bbr", "send_buffer": 1 << 28, "receive_buffer": 1 << 28}
-    described = {
-        **describe(),
-        "device": "CPU",
-        "cores": 4,
-        "files": 100_000,
-        "variables": {"OMP_NUM_THREADS": "2"},
-        "tcp": {**tcp, "slow_start_after_idle": False},
-    }
+    well = {"device": "CPU", "cores": 4, "files": 100_000, "variables": {"OMP_NUM_THREADS": "2"}, "tcp": TCP}
     links = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)]
-    well = {"groups": 2, "endpoints": endpoints, "machines": [described] * 4, "broken": [], "links": links}
-    return Examined(**{**well, **choices})
+    machines = [{**describe(), **well} for _ in endpoints]
+    machines[2] |= choices.pop("on_rank_2", {})
+    return Examined(
+        **{"groups": 2, "endpoints": endpoints, "machines": machines, "broken": [], "links": links, **choices}
+    )
 
 
-def on_rank_2(**choices: Any) -> list[dict[str, Any]]:
-    machines = [dict(described) for described in seen().machines]
-    machines[2] |= choices
-    return machines
-
-
-def test_where_all_is_well_nothing_is_to_be_done() -> None:
-    found = findings(seen())
-    assert all(finding.state == "ok" and not finding.fix for finding in found)
-    told = {finding.check: finding.found for finding in found}
-    assert told["ranks"] == "4 on 2 hosts (host0, host1), in 2 worker groups of 2"
-    assert told["round trip 0 -> 1"] == "50 ms"
-    assert told["bandwidth 0 -> 1"] == "100 Mbit/s"
-    assert told["bandwidth 1 -> 0"] == "90 Mbit/s"
-    assert told["reachability"] == "all 12 connections between ranks can be made"
-
-
-DETAIL = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "OMP_NUM_THREADS": "1"}
-SLOW_START = {**seen().machines[0]["tcp"], "slow_start_after_idle": True}
-SMALL_BUFFER = {**seen().machines[0]["tcp"], "receive_buffer": 1_000_000}
 UNWELL: list[tuple[dict[str, Any], str, str, str, str]] = [
     (
-        {"machines": on_rank_2(versions={**describe()["versions"], "torch": "1.0"})},
+        {"on_rank_2": {"versions": {**describe()["versions"], "torch": "1.0"}}},
         *("wrong", "torch", "1.0 on rank 2", "Install the same version of torch"),
     ),
-    ({"machines": on_rank_2(files=256)}, "wrong", "open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
-    ({"machines": on_rank_2(variables={})}, "slow", "threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
-    ({"machines": on_rank_2(variables=DETAIL)}, "slow", "debugging", "rank 2", "Leave it out"),
+    ({"on_rank_2": {"files": 256}}, "wrong", "open files", "rank 2 (host1) may open 256", "ulimit -n 288"),
+    ({"on_rank_2": {"variables": {}}}, "slow", "threads", "2 ranks on host1 with 4", "OMP_NUM_THREADS=2"),
+    ({"on_rank_2": {"variables": DETAIL}}, "slow", "debugging", "rank 2", "Leave it out"),
     (
-        {"machines": on_rank_2(tcp=SMALL_BUFFER)},
+        {"on_rank_2": {"tcp": {**TCP, "receive_buffer": 1_000_000}}},
         *("slow", "buffers 0 -> 1", "below 80 Mbit/s at 50 ms", "net.ipv4.tcp_rmem="),
     ),
     (
-        {"machines": on_rank_2(tcp=SLOW_START)},
+        {"on_rank_2": {"tcp": {**TCP, "slow_start_after_idle": True}}},
         *("slow", "idle connections", "starts slowly", "tcp_slow_start_after_idle=0"),
     ),
     (
@@ -131,15 +98,22 @@ UNWELL: list[tuple[dict[str, Any], str, str, str, str]] = [
 ]
 
 
-def test_what_is_wrong_or_slow_is_told_with_what_to_do() -> None:
+def test_what_is_wrong_or_slow_is_told_with_what_to_do_and_where_all_is_well_nothing() -> None:
+    told = {finding.check: finding.found for finding in findings(seen()) if finding.state == "ok" and not finding.fix}
+    assert len(told) == len(findings(seen()))
+    for check, found in (
+        ("ranks", "4 on 2 hosts (host0, host1), in 2 worker groups of 2"),
+        ("round trip 0 -> 1", "50 ms"),
+        ("bandwidth 0 -> 1", "100 Mbit/s"),
+        ("bandwidth 1 -> 0", "90 Mbit/s"),
+        ("reachability", "all 12 connections between ranks can be made"),
+    ):
+        assert told[check] == found
     for choices, state, check, found, fix in UNWELL:
         (finding,) = (one for one in findings(seen(**choices)) if one.state != "ok")
         assert (finding.state, finding.check) == (state, check)
         assert found in finding.found
         assert fix in finding.fix
-
-
-# Running
 
 
 def doctored(rank: int, world_size: int, *arguments: str) -> Ran:

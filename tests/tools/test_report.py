@@ -71,17 +71,10 @@ def played(
             launch, done = launches[group], clocks[group]
             lines.append({"kind": "step", "step": step, "span": (began[group], ended[group]), "done": done})
             if there:
-                spans = {
-                    "launch": (launch, launch),
-                    "flight": (launch, there),
-                    "encode": (launch, launch + work),
-                    "transfer": (launch + work, arrive),
-                    "decode": (arrive, arrive + work),
-                    **({} if hop is None else {"relay": (arrive + work, there - work)}),
-                    "outer_step": (there - work, there),
-                    "wait": (ended[group], done),
-                    "land": (done, done),
-                }
+                spans = {"launch": (launch, launch), "flight": (launch, there), "encode": (launch, launch + work)}
+                spans |= {"transfer": (launch + work, arrive), "decode": (arrive, arrive + work)}
+                spans |= {} if hop is None else {"relay": (arrive + work, there - work)}
+                spans |= {"outer_step": (there - work, there), "wait": (ended[group], done), "land": (done, done)}
                 when = {"fragment": since // 5 % 2, "launched_at": since, "landed_at": step}
                 lines.append({**landed, **when, "spans": spans})
             lines.append({"kind": "loss", "step": step, "loss": 10 / step})
@@ -110,7 +103,7 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     width = curve[1][0] - curve[0][0]
     assert sum(rate for _, rate in curve) * width * 1e9 / 8 == pytest.approx(4 * NBYTES)
     assert series.bytes_sent(run) == {0: 4 * NBYTES, 1: 4 * NBYTES}
-    assert series.ddp_gbit_s(run) == pytest.approx(8 * 8_000_000 / STEP / 1e9)
+    assert series.ddp_bytes_per_step(run) == 8_000_000
     # Agreement is shown by whole rounds.
     assert series.cosines_of(run) == {0: [(17, 0.8), (27, 0.8)], 1: [(17, 0.6), (27, 0.6)]}
     norms = series.norms_of(run)
@@ -135,59 +128,47 @@ def test_a_clock_that_cannot_be_right_is_aligned_at_launches(tmp_path: Path) -> 
         assert one.landings[2].seconds("flight") == pytest.approx(other.landings[2].seconds("flight"))
 
 
-# Verdicts
-
-
 def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
-    verdict = judge(played(tmp_path / "nothing", link=0.1))
-    assert (verdict.limit, verdict.advice, verdict.utilisation) == ("nothing", None, 1)
-    assert verdict.sentences[0].startswith("Training kept computing for 100.0% of the time. Nothing held it back")
-
     def left_out(ranks: list[Lines]) -> None:
         next(line for line in ranks[0] if line["kind"] == "landing")["left_out"] = [1]
 
+    known, verdicts = Link(8 * NBYTES / 0.3 / 1e9), {}
+    for name, limit, choices, words in (
+        ("nothing", "nothing", {"link": 0.1, "change": left_out}, "for 100.0% of the time. Nothing held it back"),
+        ("untold", "link", {"link": 0.3, "rate": None}, "The link limited this run."),
+        # One step more hides 0.3 s, not what 80 % of the bandwidth takes; two steps more do.
+        ("link", "link", {"link": 0.3}, "The link limited this run."),
+        ("slower", "groups", {"seconds": (STEP, 2 * STEP), "link": 0.05}, "group 1 took 200 ms, of group 0 100 ms"),
+        ("work", "background", {"link": 0.01, "work": 0.2}, "in the background, limited this run"),
+        ("both hops", "background", {"link": 0.01, "hop": 0.01, "work": 0.2}, "in the background, limited this run"),
+        ("second hop", "link", {"seconds": THREE, "link": 0.99, "hop": 1.5}, "waited, 100% was for the link"),
+    ):
+        run = played(tmp_path / name, **choices)
+        verdicts[name] = verdict = judge(run)
+        assert verdict.limit == limit
+        assert words in verdict.sentences[0]
+    nothing, untold, link, slower = (verdicts[name] for name in ("nothing", "untold", "link", "slower"))
+    assert (nothing.advice, nothing.utilisation) == (None, 1)
     words = "Of all outer gradients 1 were left out of a mean because they were not finite, and 0"
-    sentences = judge(played(tmp_path / "left out", link=0.1, change=left_out)).sentences
-    assert any(text.startswith(words) for text in sentences)
-
-    verdict = judge(played(tmp_path / "untold", link=0.3, rate=None))
-    assert (verdict.limit, verdict.link, verdict.advice) == ("link", None, None)
-    assert "bit/s" not in " ".join(verdict.sentences)
-    assert "How fast the link is cannot be told" in " ".join(verdict.sentences)
-
-    verdict = judge(played(tmp_path / "link", link=0.3))
-    assert verdict.limit == "link"
-    assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / 0.3 / 1e9)
-    # One step more hides 0.3 s, not what 80 % of the bandwidth takes; two steps more do.
-    assert verdict.advice.changes == {"overlap_steps": 4}
-    assert verdict.advice.now < 0.85 < planner.TARGET <= verdict.advice.then
-    assert verdict.sentences[1].startswith("Set overlap_steps=4. The planner expects a compute utilisation of")
-
-    verdict = judge(played(tmp_path / "slower", seconds=(STEP, 2 * STEP), link=0.05))
-    assert (verdict.limit, verdict.advice) == ("groups", None)
-    assert verdict.causes.groups > 10 * max(verdict.causes.link, verdict.causes.background)
-    assert "an inner step of group 1 took 200 ms, of group 0 100 ms" in verdict.sentences[0]
-    assert "up to 2.00 times as fast" in verdict.sentences[1]
-    assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / 0.05 / 1e9), "the lateness of the group is not the link's"
-
-    for hop in (None, 0.01):
-        verdict = judge(played(tmp_path / f"work {hop}", link=0.01, hop=hop, work=0.2))
-        assert verdict.limit == "background"
-        assert verdict.sentences[0].count("in the background, limited this run") == 1
-
-
-def test_the_second_hop_is_time_on_the_link(tmp_path: Path) -> None:
-    run = played(tmp_path / "slow", seconds=THREE, link=0.99, hop=1.5)
-    verdict = judge(run)
-    assert verdict.limit == "link"
+    assert any(text.startswith(words) for text in nothing.sentences)
+    assert (untold.link, untold.advice) == (None, None)
+    assert "bit/s" not in " ".join(untold.sentences)
+    assert "How fast the link is cannot be told" in " ".join(untold.sentences)
+    assert link.link.gbit_s == pytest.approx(known.gbit_s)
+    assert link.advice.changes == {"overlap_steps": 4}
+    assert link.advice.now < 0.85 < planner.TARGET <= link.advice.then
+    assert link.sentences[1].startswith("Set overlap_steps=4. The planner expects a compute utilisation of")
+    assert slower.advice is None
+    assert slower.causes.groups > 10 * max(slower.causes.link, slower.causes.background)
+    assert "up to 2.00 times as fast" in slower.sentences[1]
+    assert slower.link.gbit_s == pytest.approx(6 * known.gbit_s), "the lateness of the group is not the link's"
+    # The second hop is time on the link.
     assert verdict.causes.link > 100 * verdict.causes.background
-    assert "The link limited this run. Of the time that it waited, 100% was for the link" in verdict.sentences[0]
     assert verdict.link.gbit_s == pytest.approx(8 * NBYTES / (0.99 + 1.5) / 1e9)
     hops = [event for event in trace(run)["traceEvents"] if event["name"] == "second_hop"]
     assert [event["dur"] for event in hops] == pytest.approx([1.5e6] * 12, abs=1)
     transfer, second_hop = series.on_the_link(run.ranks[0].landings[0])
-    assert second_hop[0] - transfer[1] == pytest.approx(0.001)
-    assert second_hop[1] - second_hop[0] == pytest.approx(1.5)
+    assert (second_hop[0] - transfer[1], second_hop[1] - second_hop[0]) == pytest.approx((0.001, 1.5))
 
 
 def test_the_advice_counts_on_the_exchange_that_ran(tmp_path: Path) -> None:
@@ -229,17 +210,12 @@ def test_a_site_tells_who_counted_and_when_it_was_started(tmp_path: Path) -> Non
     seen = [what for _, what in changes(run.ranks[0])]
     assert seen == ["a starts", "a starts after inner step 20", "a counts", "b counts", "b counts no longer"]
     assert {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"} == set(seen)
-    assert {"sites", "agreement"} & pictures_of(run).keys() == {"sites"}
+    assert {"sites", "agreement"} & set(pictures_of(run)) == {"sites"}
     pytest.importorskip("matplotlib")
     assert b"<svg" in drawn(partial(draw_sites, run, THEMES["dark"]), "svg", THEMES["dark"])
 
 
-# The page
-
-
-def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(
-    tmp_path: Path,
-) -> None:
+def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert "holds no records" in refused("report", str(tmp_path))
 

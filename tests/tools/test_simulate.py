@@ -5,7 +5,7 @@ import json
 import os
 import random
 import threading
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from lightning_sdiloco.compression import resolve
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning.methods import Absence
 from lightning_sdiloco.planning.workload import Model
-from lightning_sdiloco.tools.simulate.command import with_gaps
 from lightning_sdiloco.tools.simulate.groups import Configuration, Run, check, run
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 from lightning_sdiloco.tools.simulate.threads import Turns
@@ -32,7 +31,6 @@ OURS = {
     "lightning.pytorch": ("lightning_sdiloco.StreamingDiLoCoStrategy", "Net", "Data"),
     "pytorch_lightning": ("lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy", "OtherNet", "OtherData"),
 }
-ARGUMENTS = "trainer.strategy.init_args"
 CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
 
@@ -140,9 +138,7 @@ def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trai
     assert result.outer_loss == pytest.approx(result.validations[-1].metrics["val_loss"])
     by_hand = simulated(file, 2, "model.class_path=tests.tools.simulated.ByHand")
     assert (by_hand.outer_loss, len(by_hand.groups[0].losses)) == (None, 20)
-
-
-def test_a_configuration_without_arguments_of_the_strategy_takes_the_defaults(tmp_path: Path) -> None:
+    # A configuration without arguments of the strategy takes the defaults.
     for strategy in ("auto", "streaming_diloco", "streaming_diloco_ddp_fork"):
         arguments = check(Configuration((write(tmp_path, strategy=strategy),)), 2, {"overlap_steps": 3})
         assert (arguments.get("sync_every", 100), arguments["overlap_steps"]) == (100, 3)
@@ -181,26 +177,22 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 # Threads that take turns
 
 
-def test_groups_that_wait_for_different_things_are_told_at_once() -> None:
-    turns: Turns[None] = Turns(2)
+def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others_run() -> None:
+    turns: Turns[Any] = Turns(2)
     with pytest.raises(RuntimeError, match="wait for others that wait for something else or have ended: 0"):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
+    turns, done = Turns(2), threading.Event()
 
-
-def test_the_clock_of_a_thread_stands_still_while_others_run() -> None:
-    turns: Turns[float] = Turns(2)
-    done = []
-
-    def timed(work: Any) -> float:
+    def timed(work: Callable[[], object]) -> float:
         started = turns.seconds()
         work()
         return turns.seconds() - started
 
     def second() -> None:
-        threading.Event().wait(0.2)
-        done.append(True)
+        done.wait(0.2)
+        done.set()
 
-    waited, worked = turns.run([lambda: timed(lambda: turns.until(lambda: bool(done))), lambda: timed(second)])
+    waited, worked = turns.run([lambda: timed(lambda: turns.until(done.is_set)), lambda: timed(second)])
     assert waited < 0.1 < 0.2 <= worked
 
 
@@ -209,17 +201,18 @@ def test_the_clock_of_a_thread_stands_still_while_others_run() -> None:
 
 def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
     answer = told(tmp_path, *LINK, "--set=trainer.max_steps=12", "--absence=1:1-4000")
-    text = answer["text"]
-    assert "2 worker groups, 12 inner steps each, 74 parameters" in text
-    chosen = recommended()
-    assert f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}" in text
-    assert f", outer_momentum={chosen.outer_momentum}" in text
+    text, chosen = answer["text"], recommended()
+    for line in (
+        "2 worker groups, 12 inner steps each, 74 parameters",
+        f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}, outer_momentum=",
+        "Outer model: loss ",
+        "val_loss",
+        "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:",
+        "DDP over all groups",
+        "longer than timeout: a real run would end with an ExchangeError",
+    ):
+        assert line in text
     assert len([line for line in text.splitlines() if line[:2].strip() in ("0", "1")]) == 2
-    assert "Outer model: loss " in text
-    assert "val_loss" in text
-    assert "Predicted on 1 Mbit/s in each direction, 50 ms round trip, 0.1 s per inner step:" in text
-    assert "DDP over all groups" in text
-    assert "longer than timeout: a real run would end with an ExchangeError" in " ".join(text.split())
     assert max(map(len, text.splitlines()[:-1])) <= 120
     (only,) = answer["runs"]
     assert ([len(losses) for losses in only["losses"]], only["inner_steps"]) == ([12, 12], [12, 12])
@@ -232,8 +225,7 @@ def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
 
 
 def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None:
-    (even,) = told(tmp_path, *LINK)["runs"]
-    (uneven,) = told(tmp_path, *LINK, "--speeds=1,0.5", "--absence=0:1-3")["runs"]
+    (even,), (uneven,) = (told(tmp_path, *LINK, *more)["runs"] for more in ((), ("--speeds=1,0.5", "--absence=0:1-3")))
     assert even["losses"] == uneven["losses"]
     assert even["prediction"]["seconds"] > 30 * 0.1
     # Half as fast; a part of the absence of the other falls into the time that it waits anyway.
@@ -254,19 +246,16 @@ def test_speeds_and_absences_change_the_time_and_no_loss(tmp_path: Path) -> None
 def test_a_sweep_runs_every_combination_and_tells_them_in_a_table(tmp_path: Path) -> None:
     sweeps = ["--sweep=groups=2,3", "--sweep=sync_every=5,10", "--sweep=compression=fp4", "--set=trainer.max_steps=12"]
     # In the first round a validation takes an exchange of its own.
-    picture = [f"--picture={tmp_path / 'sweep.png'}"] if find_spec("matplotlib") else []
-    answer = told(tmp_path, *sweeps, "--set=trainer.limit_val_batches=0", *picture)
-    every = [(2, 5), (2, 10), (3, 5), (3, 10)]
-    assert [(one["groups"], one["choices"]["sync_every"]) for one in answer["runs"]] == every
-    assert [(len(one["losses"]), int(one["settings"]["sync_every"])) for one in answer["runs"]] == every
+    answer = told(tmp_path, *sweeps, "--set=trainer.limit_val_batches=0")
+    runs, every = answer["runs"], [(2, 5), (2, 10), (3, 5), (3, 10)]
+    assert [(one["groups"], one["choices"]["sync_every"]) for one in runs] == every
+    assert [(len(one["losses"]), int(one["settings"]["sync_every"])) for one in runs] == every
     rows = [line.split()[:3] for line in answer["text"].splitlines() if "fp4" in line]
     assert rows == [[str(groups), str(sync_every), "fp4"] for groups, sync_every in every]
     assert "redicted" not in answer["text"], "without a link"
-    bytes_sent = [one["bytes_sent"][0] for one in answer["runs"]]
-    assert bytes_sent[0] > bytes_sent[1]
+    rarely, more_often, among_three = (runs[number]["bytes_sent"][0] for number in (1, 0, 2))
     # Twice as many others, but with two shots each gets a part.
-    assert bytes_sent[0] < bytes_sent[2] < 2 * bytes_sent[0]
-    assert not picture or len((tmp_path / "sweep.png").read_bytes()) > 10_000
+    assert rarely < more_often < among_three < 2 * more_often
 
 
 METHODS = """
@@ -283,22 +272,24 @@ def test_methods_are_compared_by_name_and_seeds_pair_by_pair(tmp_path: Path) -> 
     answer = told(tmp_path, methods, picture, "--set=trainer.max_steps=18", *LINK)
     plain, rarer, carry = answer["runs"]
     assert rarer["prediction"]["waited"][0] < plain["prediction"]["waited"][0], "what was not launched takes no time"
-    assert [one["name"] for one in (plain, rarer, carry)] == ["as it is", "rarer", "carry"]
     assert rarer["bytes_sent"][0] < plain["bytes_sent"][0]
     assert (carry["groups"], carry["settings"]["mixing"]) == (3, "Carry()")
-    assert "method" in answer["text"]
-    assert "rarer" in answer["text"]
+    names = ["as it is", "rarer", "carry"]
+    assert [one["name"] for one in answer["runs"]] == names
+    rows = [line.partition("  ")[0].strip() for line in answer["text"].splitlines()]
+    assert [row for row in rows if row in names] == names
 
     sweep, picture = ["--sweep=compression=fp32,fp32", "--seeds=3,4"], f"--picture={tmp_path / 'seeds.svg'}"
     answer = told(tmp_path, *sweep, picture, "--set=trainer.max_steps=12", *LINK)
     runs = answer["runs"]
     assert [one["seed"] for one in runs] == [3, 4, 3, 4]
     assert runs[0]["losses"] == runs[2]["losses"] != runs[1]["losses"], "the seed alone decides"
-    assert "loss above that of the first" in (tmp_path / "seeds.svg").read_text()
+    assert (tmp_path / "seeds.svg").read_text().count("compression=fp32") == 1, "one line of the legend"
     assert "+0.0 ± 0.0" in answer["text"]
     assert "Means over 2 seeds" in answer["text"]
 
 
+DEVICES = ["--set=trainer.devices=4", "--set=trainer.strategy.init_args.worker_groups=2"]
 REFUSED = [
     ([], "--config must be given"),
     (["--config=missing.yaml"], "config='missing.yaml' is not a file"),
@@ -307,31 +298,23 @@ REFUSED = [
     (["FILE", "--sweep=sync_every"], "has no values"),
     (["FILE", "--sweep=groups=1.5"], "not a whole number"),
     (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
-    (["FILE", "--sweep=sync_every=10,2"], "overlap_steps=2 is out of range"),
     (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
     (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
     (["FILE", "--round-trip=0.1"], "--round-trip tells how long a run takes on a link. Give its --bandwidth"),
-    (["FILE", "--bandwidth=0"], "bandwidth=0.0 is out of range"),
     (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),
-    (["FILE", "--bandwidth=1", "--absence=1"], "absence has '' where a number should be"),
     (["FILE", "--bandwidth=1", "--speeds=1"], "1 speeds for 2 worker groups"),
-    (["FILE", "--picture=a.pdf"], "does not end with .svg or .png"),
     (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
     (["FILE", "--set=trainer.no_such=1"], "no_such"),
     (["FILE", "--set=trainer.strategy=ddp"], "trainer.strategy='ddp' cannot be simulated"),
-    (["FILE", "--set=trainer.devices=4", f"--set={ARGUMENTS}.worker_groups=2"], "2 worker groups for 4 processes"),
+    (["FILE", *DEVICES], "2 worker groups for 4 processes"),
     (["FILE", "--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
-    (["FILE", "--seeds=1,1", "--sweep=sync_every=2,3"], "not different whole numbers"),
     (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
     (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
     (["FILE", "--sites=2"], "--sites needs --step-time"),
-    (["FILE", "--sites=2", "--step-time=1", "--sweep=sync_every=5"], "do not go with --sites"),
-    (["FILE", "--sites=2", "--step-time=1", "--delays=1"], "1 delays for 2 sites"),
     (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
     (["FILE", "--delays=1,2"], "Give --sites too"),
     (["FILE", "--methods=LIST"], "no YAML file that maps names"),
     (["FILE", "--methods=RATE"], "'rate', which is unknown"),
-    (["FILE", "--methods=NUMBER"], "no YAML file"),
 ]
 
 
@@ -344,7 +327,7 @@ def test_what_cannot_be_simulated_is_refused_before_anything_runs(
     monkeypatch.setattr("lightning_sdiloco.tools.simulate.command.run", never)
     file = f"--config={write(tmp_path)}"
     monkeypatch.chdir(tmp_path)
-    for name, text in (("LIST", "- a"), ("RATE", "a: {rate: 3}"), ("NUMBER", "a: 3")):
+    for name, text in (("LIST", "- a"), ("RATE", "a: {rate: 3}")):
         Path(name).write_text(text)
     cases = [([file if arg == "FILE" else arg for arg in args], words) for args, words in REFUSED]
     assert not_refused_with("simulate", cases) == {}
@@ -355,24 +338,21 @@ def test_what_cannot_be_simulated_is_refused_before_anything_runs(
 STEPS, BATCH = 24, 5
 
 
-def played(folder: Path, places: Places, **federation: Any) -> FederatedRun:
-    quiet = ("trainer.limit_val_batches=0", f"trainer.max_steps={STEPS}")
-    return play_sites(Configuration((write(folder),), quiet), places, {"federation": federation}, lambda: None)
+def test_slow_late_and_absent_sites_cost_the_others_nothing_and_what_they_train_counts_once(tmp_path: Path) -> None:
+    def played(sites: int, federation: dict[str, Any] | None = None, **places: Any) -> FederatedRun:
+        quiet = ("trainer.limit_val_batches=0", f"trainer.max_steps={STEPS}")
+        configuration = Configuration((write(tmp_path),), quiet)
+        return play_sites(configuration, sites, Places(step_time=1.0, **places), {"federation": federation or {}})
 
-
-def test_a_slow_site_costs_the_others_nothing(tmp_path: Path) -> None:
     speed = 0.25
-    even, uneven = (played(tmp_path, Places(2, 1.0, speeds=speeds)) for speeds in ((1.0, 1.0), (1.0, speed)))
+    even, uneven = (played(2, speeds=speeds) for speeds in ((1.0, 1.0), (1.0, speed)))
     fast, slow = uneven.sites
     # With its last step a site leaves, which may take as long as a round waits.
     assert fast.times[:-1] == even.sites[0].times[:-1]
     assert fast.times[-2] < STEPS < slow.times[int(STEPS * speed) + 1]
-    assert slow.counted > 0
-    assert even.sites[0].missed == 0
+    assert slow.counted > 0 == even.sites[0].missed
 
-
-def test_what_a_late_site_has_trained_counts_once(tmp_path: Path) -> None:
-    run = played(tmp_path, Places(2, 1.0, delays=(0.0, 12.0)), late="carry")
+    run = played(2, {"late": "carry"}, delays=(0.0, 12.0))
     on_time, late = run.sites
     assert on_time.late == 0 < late.late
     assert late.missed > 0
@@ -380,10 +360,7 @@ def test_what_a_late_site_has_trained_counts_once(tmp_path: Path) -> None:
     assert {sum(weights) for site in run.sites for weights in site.weights.values()} == {STEPS * BATCH}
     assert on_time.ended < late.ended
 
-
-def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_path: Path) -> None:
-    away = (Absence(1, 8.0, 40.0), Absence(2, 0.0, 12.0))
-    run = played(tmp_path, Places(3, 1.0, absences=away))
+    run = played(3, absences=(Absence(1, 8.0, 40.0), Absence(2, 0.0, 12.0)))
     stays, stopped, joins = run.sites
     assert stays.times[-2] < STEPS
     assert stopped.times[6] < 8 < 40 < stopped.times[8]
@@ -393,34 +370,19 @@ def test_a_site_that_is_away_and_one_that_joins_count_when_they_are_there(tmp_pa
     assert [own.site for own in first.counted] == ["site-0", "site-1"]
 
 
-def test_the_terms_and_the_quorum_are_those_of_the_configuration(tmp_path: Path) -> None:
+def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_configuration(tmp_path: Path) -> None:
     site = {"hub": "hub:1", "run": "llm", "site": "a", "insecure": True, "grace": 3.0, "lease": 60.0}
     core = {"class_path": "tests.own_quorum.Core", "init_args": {"core": ["site-0", "site-1"]}}
     federation = {"class_path": "lightning_sdiloco.Federation", "init_args": {**site, "quorum": core}}
     strategy = {"class_path": OURS["lightning.pytorch"][0], "init_args": {**CHOICES, "federation": federation}}
-    file = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy)
-    run = play_sites(Configuration((file,)), Places(3, 1.0, delays=(0.0, 0.0, 2.0)), {}, lambda: None)
-    assert run.terms == "grace=3 s, lease=60 s, quorum=tests.own_quorum.Core(core=['site-0', 'site-1'])"
-    first = [[own.site for own in record.counted] for record in run.records if record.round == 1]
-    assert first == [["site-0", "site-1"]] * 2, "the third comes within the grace, and is not waited for"
-    assert run.sites[2].late > 0
-
-
-def test_the_command_tells_each_site_the_same_every_time(tmp_path: Path) -> None:
-    file, found = write(tmp_path, max_steps=12, limit_val_batches=0), []
-    args = [f"--config={file}", "--sites=2", "--step-time=0.1", "--bandwidth=0.001", "--speeds=1,0.5"]
+    file, found = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy), []
+    args = [f"--config={file}", "--sites=3", "--step-time=1", "--bandwidth=0.001", "--delays=0,0,2"]
     for name in ("one", "other"):
         found.append((command.told("simulate", *args, f"--json={tmp_path / name}"), (tmp_path / name).read_text()))
     assert found[0] == found[1]
     text, sites = found[0][0], json.loads(found[0][1])["sites"]
-    assert "2 sites, 74 parameters in 2 fragments" in text
-    assert "grace=10 s, lease=10 s, quorum=1" in text
-    assert [len(site["losses"]) for site in sites] == [12, 12]
+    assert "3 sites, 74 parameters in 2 fragments" in text
+    assert "grace=3 s, lease=60 s, quorum=tests.own_quorum.Core(core=['site-0', 'site-1'])" in text
+    assert [len(site["losses"]) for site in sites] == [STEPS] * 3
+    assert sites[0]["late"] == sites[1]["late"] == 0 < sites[2]["late"], "it is not waited for"
     assert max(map(len, text.splitlines())) <= 120
-
-
-def test_the_picture_has_a_gap_where_a_site_was_away() -> None:
-    times, losses = with_gaps([1.0, 2.0, 3.0, 20.0, 21.0], [5.0, 4.0, 3.0, 2.0, 1.0])
-    assert [time for time in times if time == time] == [1.0, 2.0, 3.0, 20.0, 21.0]
-    assert [index for index, loss in enumerate(losses) if loss != loss] == [3]
-    assert with_gaps([1.0], [5.0]) == ([1.0], [5.0])

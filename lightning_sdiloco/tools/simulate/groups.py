@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from statistics import median
@@ -32,6 +33,7 @@ from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
 from lightning_sdiloco.lightning.host.patching import check_without_trainer
 from lightning_sdiloco.lightning.host.patching import replace as replace_in
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.planning.link import require
 from lightning_sdiloco.planning.workload import Model
 from lightning_sdiloco.registration import variants
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
@@ -100,30 +102,9 @@ class SimulatedProcessesMixin(_Base):
         assert self.parallel_devices is not None
         return self.parallel_devices[0]
 
-    @property
-    @override
-    def num_processes(self) -> int:
-        return self.simulated_rank.ranks
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return self.simulated_rank.ranks
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return self.simulated_rank.rank
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return self.simulated_rank.rank
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
+    num_processes = world_size = property(lambda self: self.simulated_rank.ranks)
+    global_rank = local_rank = property(lambda self: self.simulated_rank.rank)
+    node_rank = property(lambda self: 0)
 
     @override
     def set_world_ranks(self) -> None: ...
@@ -180,13 +161,8 @@ class SimulatedProcessesMixin(_Base):
         )
 
 
-def _mean_of(ranks: Tensor) -> Tensor:
-    return ranks.sum(dim=0) / len(ranks)
-
-
 _REDUCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "mean": _mean_of,
-    "avg": _mean_of,
+    **dict.fromkeys(("mean", "avg"), lambda ranks: ranks.sum(dim=0) / len(ranks)),
     "sum": lambda ranks: ranks.sum(dim=0),
     "max": lambda ranks: ranks.amax(dim=0),
     "min": lambda ranks: ranks.amin(dim=0),
@@ -215,25 +191,35 @@ class Validation(NamedTuple):
         return next((value for name, value in self.metrics.items() if "loss" in name), None)
 
 
+@dataclass
+class Group:
+    """What happened in a worker group."""
+
+    losses: list[float] = field(default_factory=list)
+    outer_loss: float | None = None
+    bytes_sent: int = 0
+    inner_steps: int = 0
+    times: list[float] = field(default_factory=list)  # when each inner step was done, on the clock of the group
+    idle: list[int] = field(default_factory=list)
+    launches: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    validations: list[Validation] = field(default_factory=list)
+
+    @property
+    def first_loss(self) -> float | None:
+        return _mean(self.losses[:LAST])
+
+    @property
+    def last_loss(self) -> float | None:
+        return _mean(self.losses[-LAST:])
+
+
 class RecorderMixin(_Callback):
     """Records what happens in a simulated group; ``stepped`` is called after every inner step."""
 
     def __init__(self, rank: SimulatedRank, stepped: Callable[[], None]) -> None:
-        self._rank, self._stepped = rank, stepped
+        self._rank, self._stepped, self.group = rank, stepped, Group()
         self._batches: deque[tuple[Any, int]] = deque(maxlen=LAST)
-        self._times: list[float] = []
-        self._begun = self._steps = 0
-        self.idle: list[int] = []
-        self.launches: dict[int, tuple[int, ...]] = {}
-        self.losses: list[float] = []
-        self.outer_loss: float | None = None
-        self.validations: list[Validation] = []
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Returns the median time of an inner step in seconds; None if there were not two."""
-        steps = [later - earlier for earlier, later in zip(self._times, self._times[1:], strict=False)]
-        return median(steps) if steps else None
+        self._begun = 0
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Makes the group as fast as it is where the run would take place."""
@@ -242,33 +228,33 @@ class RecorderMixin(_Callback):
         self._note_launches(trainer.strategy.engine)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self._begun <= self._steps:
-            self._begun = self._steps + 1
+        if self._begun <= self.group.inner_steps:
+            self._begun = self.group.inner_steps + 1
             self._rank.begins()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self.losses.append(float(loss))
+            self.group.losses.append(float(loss))
             self._batches.append((batch, batch_idx))
-        if trainer.strategy.engine.inner_steps > self._steps:
-            self._steps = trainer.strategy.engine.inner_steps
+        if trainer.strategy.engine.inner_steps > self.group.inner_steps:
+            self.group.inner_steps = trainer.strategy.engine.inner_steps
             if batch is None:
-                self.idle.append(self._steps)
-            self._times.append(self._rank.clock())
+                self.group.idle.append(self.group.inner_steps)
+            self.group.times.append(self._rank.clock())
             self._note_launches(trainer.strategy.engine)
             self._stepped()
 
     def _note_launches(self, engine: StreamingDiLoCo) -> None:
         """Notes what is launched after the next inner step, which a pace decides as the run goes on."""
         if engine.launches_next:
-            self.launches[engine.inner_steps + 1] = engine.launches_next
+            self.group.launches[engine.inner_steps + 1] = engine.launches_next
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if not trainer.sanity_checking and trainer.state.fn == "fit":
             metrics = trainer._results.metrics(on_step=False)["callback"]
             numbers = {name: float(value) for name, value in metrics.items()}
-            self.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
+            self.group.validations.append(Validation(trainer.strategy.engine.inner_steps, numbers))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Evaluates the outer model, which the module holds by now, on the last batches of the group."""
@@ -277,7 +263,7 @@ class RecorderMixin(_Callback):
             with _quietly(pl_module), trainer.precision_plugin.train_step_context():
                 outputs = [pl_module.training_step(*given[: len(parameters)]) for given in self._batches]
             losses = [float(output["loss"] if isinstance(output, dict) else output) for output in outputs]
-            self.outer_loss = _mean(losses)
+            self.group.outer_loss = _mean(losses)
         self._batches.clear()
 
 
@@ -360,16 +346,7 @@ class Configuration:
         return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
 
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
-        """Parses the files and fits, as one group."""
-        return self._parsed(rank, choices, lambda trainer: _on_one_device(trainer, rank, callback)).trainer
-
-    def arguments_of_strategy(self, rank: SimulatedRank, choices: Mapping[str, Any]) -> dict[str, Any]:
-        """Parses the files only, and returns the arguments that the strategy would get."""
-        cli = self._parsed(rank, choices, None)
-        return dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-
-    def _parsed(self, rank: SimulatedRank, choices: Mapping[str, Any], replacing: Callable[[Any], Any] | None) -> Any:
-        """Makes a LightningCLI that fits, or that only parses, where nothing is to be replaced in the Trainer."""
+        """Parses the files and fits, as one group; without a callback only parses. Returns the LightningCLI."""
         ours = self.classes.strategy
         name = f"{ours.__module__}.{ours.__qualname__}"
         base = self.cli or self.classes.cli
@@ -379,23 +356,26 @@ class Configuration:
             def before_instantiate_classes(self) -> None:
                 super().before_instantiate_classes()
                 trainer = self.config[self.subcommand].trainer
-                arguments = _arguments_of(trainer)
-                arguments |= choices
-                _refuse_what_is_measured(arguments)
-                arguments["federation"] = _federation(arguments.get("federation"), rank)
-                arguments |= {"worker_groups": rank.topology.num_groups, "start_method": "popen"}
-                trainer.strategy = {"class_path": name, "init_args": arguments}
+                trainer.strategy = {"class_path": name, "init_args": _arguments_of(trainer, choices, rank)}
 
             def instantiate_classes(self) -> None:
-                if replacing is not None:
+                if callback is not None:
                     super().instantiate_classes()
 
             def instantiate_trainer(self, **kwargs: Any) -> Any:
-                assert replacing is not None
-                return super().instantiate_trainer(**kwargs, **replacing(self._get(self.config_init, "trainer")))
+                trainer = self._get(self.config_init, "trainer")
+                trainer["strategy"].play(rank)
+                chosen = trainer["callbacks"] or []
+                callbacks = chosen if isinstance(chosen, list) else [chosen]
+                # Otherwise every group would show a progress bar.
+                is_bar = [any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__) for one in callbacks]
+                kept = [one for one, bar in zip(callbacks, is_bar, strict=True) if not bar]
+                off = {"enable_progress_bar": False, "enable_model_summary": False}
+                alone = {"devices": 1, "num_nodes": 1, "callbacks": [*kept, callback], **off}
+                return super().instantiate_trainer(**kwargs, **alone)
 
             def _run_subcommand(self, subcommand: str) -> None:
-                if replacing is not None:
+                if callback is not None:
                     super()._run_subcommand(subcommand)
 
         classes = {"model_class": self.model, "datamodule_class": self.data}
@@ -404,72 +384,47 @@ class Configuration:
         return SimulatedCLI(**given, args=args, save_config_callback=None)
 
 
-def _arguments_of(trainer: Any) -> dict[str, Any]:
+def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
+    """Returns the arguments of the strategy of a simulated group or site: those of the files, with the choices."""
     strategy = trainer.strategy
-    if isinstance(strategy, str) and strategy in ("auto", *variants("streaming_diloco")):
-        return {}
-    path = getattr(strategy, "class_path", None)
-    cls = _class_named(path)
-    if cls is None or not issubclass(cls, WorkerGroupStrategy):
-        raise ValueError(
-            f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose it in"
-            " the configuration, or with --set trainer.strategy=streaming_diloco."
-        )
-    # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
-    arguments = strategy.init_args.as_dict()
-    _refuse_groups_of_several(trainer, arguments["worker_groups"])
-    return arguments
-
-
-def _federation(given: Any, rank: SimulatedRank) -> dict[str, Any] | None:
-    """Returns the federation of a simulated site: the terms of the one that the files name, and a hub in memory."""
-    if rank.site is None:
-        if given is not None:
+    arguments: dict[str, Any] = {}
+    if not isinstance(strategy, str) or strategy not in ("auto", *variants("streaming_diloco")):
+        path = getattr(strategy, "class_path", None)
+        cls = _class_named(path)
+        if cls is None or not issubclass(cls, WorkerGroupStrategy):
             raise ValueError(
-                "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
-                " sites there shall be."
+                f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose"
+                " it in the configuration, or with --set trainer.strategy=streaming_diloco."
             )
-        return None
-    named = (given or {}).get("init_args", given or {})
-    terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
-    return {**terms, "hub": "memory:1", "run": "simulated", "site": site_name(rank.site), "insecure": True}
-
-
-def _refuse_what_is_measured(arguments: Mapping[str, Any]) -> None:
-    names = [
-        name for name in ("sync_every", "overlap_steps", "fragments", "compression") if arguments.get(name) == "auto"
-    ]
-    if names:
-        raise ValueError(
-            f"{names[0]}='auto' cannot be simulated: it is chosen from a real link. Vary {names[0]} with --sweep, or"
-            " take what sdiloco plan recommends."
-        )
-
-
-def _refuse_groups_of_several(trainer: Any, groups: Any) -> None:
-    numbers = [str(number) for number in (trainer.devices, trainer.num_nodes, groups)]
-    if all(number.isdecimal() for number in numbers):
-        devices, nodes, groups = map(int, numbers)
-        if devices * nodes > groups:
+        # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
+        arguments = strategy.init_args.as_dict()
+        numbers = [str(number) for number in (trainer.devices, trainer.num_nodes, arguments["worker_groups"])]
+        devices, nodes, groups = [int(number) if number.isdecimal() else 0 for number in numbers]
+        if 0 < groups < devices * nodes:
             raise ValueError(
                 f"The configuration has {groups} worker groups for {devices * nodes} processes. A simulated group is"
                 " one rank. Give it the batch size of a whole group, and as many trainer.devices as groups, with --set."
             )
-
-
-def _on_one_device(trainer: Any, rank: SimulatedRank, callback: Any) -> dict[str, Any]:
-    """Returns what replaces arguments of the Trainer. Otherwise every group would show a progress bar."""
-    trainer["strategy"].play(rank)
-    chosen = trainer["callbacks"] or []
-    callbacks = chosen if isinstance(chosen, list) else [chosen]
-    kept = [one for one in callbacks if not any(kind.__name__ == "ProgressBar" for kind in type(one).__mro__)]
-    return {
-        "devices": 1,
-        "num_nodes": 1,
-        "callbacks": [*kept, callback],
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    arguments |= choices
+    for name in ("sync_every", "overlap_steps", "fragments", "compression"):
+        if arguments.get(name) == "auto":
+            raise ValueError(
+                f"{name}='auto' cannot be simulated: it is chosen from a real link. Vary {name} with --sweep, or"
+                " take what sdiloco plan recommends."
+            )
+    federation = arguments.get("federation")
+    if rank.site is not None:
+        # The terms of the one that the files name, and a hub in memory.
+        named = (federation or {}).get("init_args", federation or {})
+        terms = {name: named[name] for name in ("lease", "grace", "quorum", "late", "rounds") if name in named}
+        own = {"hub": "memory:1", "run": "simulated", "site": site_name(rank.site), "insecure": True}
+        arguments["federation"] = {**terms, **own}
+    elif federation is not None:
+        raise ValueError(
+            "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
+            " sites there shall be."
+        )
+    return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
 
 def class_at(path: str) -> type:
@@ -494,25 +449,6 @@ _LOGGERS = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "light
 
 
 @dataclass(frozen=True)
-class Group:
-    losses: list[float]
-    outer_loss: float | None
-    bytes_sent: int
-    inner_steps: int
-    step_seconds: float | None
-    idle: tuple[int, ...] = ()
-    launches: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def first_loss(self) -> float | None:
-        return _mean(self.losses[:LAST])
-
-    @property
-    def last_loss(self) -> float | None:
-        return _mean(self.losses[-LAST:])
-
-
-@dataclass(frozen=True)
 class Run:
     groups: list[Group]
     validations: list[Validation]
@@ -531,8 +467,9 @@ class Run:
 
     @property
     def step_seconds(self) -> float | None:
-        """Returns the seconds of an inner step here, in the median group."""
-        known = sorted(group.step_seconds for group in self.groups if group.step_seconds is not None)
+        """Returns the seconds of an inner step here, in the median group; None if there were not two."""
+        each = [[later - earlier for earlier, later in pairwise(group.times)] for group in self.groups]
+        known = sorted(median(steps) for steps in each if steps)
         return known[len(known) // 2] if known else None
 
 
@@ -544,7 +481,6 @@ def run(
     speeds: Sequence[float] | None = None,
 ) -> Run:
     """Runs a configuration as several worker groups of one rank each, in threads that take turns."""
-    _require_groups(groups)
     turns: Turns[tuple[Group, Run | None]] = Turns(groups)
     topologies = simulated_topologies(groups, turns.until)
     ranks = [
@@ -562,25 +498,18 @@ def check(
     configuration: Configuration, groups: int, choices: Mapping[str, Any], site: int | None = None
 ) -> dict[str, Any]:
     """Refuses what the strategy would refuse, without making a model or data."""
-    _require_groups(groups)
-    turns: Turns[dict[str, Any]] = Turns(1)
+    require(groups >= 1, "groups", groups, "at least 1")
+    turns: Turns[Any] = Turns(1)
     rank = SimulatedRank(simulated_topologies(1, turns.until)[0], turns.seconds, site, groups)
     with quiet():
-        (arguments,) = turns.run([partial(configuration.arguments_of_strategy, rank, choices)])
-    names = {item.name for item in fields(Settings)}
+        (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
+    arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
     # What is given by the path of a class is not made yet.
-    plain: dict[str, Any] = {
-        name: value
-        for name, value in arguments.items()
-        if name in names and isinstance(value, str | int | float | list | None)
+    made: dict[str, Any] = {
+        name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None)
     }
-    Settings(**plain)
+    Settings(**{item.name: made[item.name] for item in fields(Settings) if item.name in made})
     return arguments
-
-
-def _require_groups(groups: int) -> None:
-    if groups < 1:
-        raise ValueError(f"groups={groups} is out of range: it must be at least 1. Give the number of worker groups.")
 
 
 def live(
@@ -588,24 +517,16 @@ def live(
 ) -> tuple[Group, Run | None]:
     """Runs one group to its end, in its thread. Only the first returns what is the same in all."""
     recorder = configuration.classes.recorder(rank, stepped)
-    trainer = configuration.fit(rank, choices, recorder)
+    trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy
     if strategy.engine is None:
         raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
-    report = strategy.report()
-    group = Group(
-        losses=recorder.losses,
-        outer_loss=recorder.outer_loss,
-        bytes_sent=int(report["bytes_sent"]),
-        inner_steps=int(report["inner_steps"]),
-        step_seconds=recorder.step_seconds,
-        idle=tuple(recorder.idle),
-        launches=recorder.launches,
-    )
+    group, report = recorder.group, strategy.report()
+    group.bytes_sent, group.inner_steps = int(report["bytes_sent"]), int(report["inner_steps"])
     if rank.rank:
         return group, None
     model = Model.of_parameters(trainable(trainer.lightning_module))
-    return group, Run([], recorder.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
+    return group, Run([], group.validations, strategy.outer_state_dict(), model, strategy.engine.settings)
 
 
 @contextmanager

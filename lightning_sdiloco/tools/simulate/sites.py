@@ -10,6 +10,7 @@ from lightning_sdiloco.federation.memory import VirtualHub, VirtualLink, Virtual
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Absence, step_end
+from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
 from lightning_sdiloco.tools.simulate.groups import (
     Configuration,
     Group,
@@ -21,57 +22,44 @@ from lightning_sdiloco.tools.simulate.groups import (
 )
 from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
-# A site has so many connections to its hub.
-_CHANNELS = 8
-
 
 @dataclass(frozen=True)
 class Places:
-    sites: int
-    step_time: float
+    """Where worker groups or sites train: their links and speeds, and when each is away; each in their order."""
+
     link: Link | None = None
+    step_time: float | None = None
     speeds: tuple[float, ...] | None = None
     delays: tuple[float, ...] | None = None
     absences: tuple[Absence, ...] = ()
+    memory_rate: float = 1e12
 
-    def __post_init__(self) -> None:
-        require(self.sites >= 1, "sites", self.sites, "at least 1")
-        require(self.step_time > 0, "step_time", self.step_time, "a positive number of seconds")
+    def check(self, count: int, of: str) -> None:
+        """Refuses what does not suit so many worker groups or sites."""
+        require(count >= 1, of, count, "at least 1")
+        require(self.step_time is None or self.step_time > 0, "step_time", self.step_time or 0.0, "positive")
         for name, each in (("speeds", self.speeds), ("delays", self.delays)):
-            if each is not None and len(each) != self.sites:
-                raise ValueError(f"There are {len(each)} {name} for {self.sites} sites. Give one for each site.")
+            if each is not None and len(each) != count:
+                raise ValueError(f"There are {len(each)} {name} for {count} {of}. Give one for each.")
         for speed in self.speeds or ():
-            require(speed > 0, "speeds", speed, "positive")
+            require(speed > 0, "speeds", speed, "positive: 0.5 is half as fast as the others")
         for delay in self.delays or ():
             require(delay >= 0, "delays", delay, "at least 0")
         for absence in self.absences:
-            require(0 <= absence.group < self.sites, "site", absence.group, "the number of a site, from 0")
-            require(0 <= absence.start <= absence.end, "absence", absence.start, "a start before the end")
-        require(self.founders >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run")
+            require(0 <= absence.group < count, "absence", absence.group, f"of one of the {of}, which count from 0")
+        if of == "sites":
+            require(
+                self.founders(count) >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run"
+            )
 
     def absences_of(self, site: int) -> list[Absence]:
-        return sorted((absence for absence in self.absences if absence.group == site), key=lambda one: one.start)
+        return sorted(absence for absence in self.absences if absence.group == site)
 
     def joins_at(self, site: int) -> float:
         return max((absence.end for absence in self.absences_of(site) if absence.start == 0), default=0.0)
 
-    @property
-    def founders(self) -> int:
-        return sum(self.joins_at(site) == 0 for site in range(self.sites))
-
-    def seconds(self, site: int, begins: float) -> float:
-        """Returns how long an inner step of a site takes, absences included."""
-        step_time = self.step_time / (self.speeds[site] if self.speeds else 1.0)
-        return step_end(begins, step_time, self.absences_of(site)) - begins
-
-    def link_of(self, site: int) -> VirtualLink:
-        link, delay, away = self.link, self.delays[site] if self.delays else 0.0, self.absences_of(site)
-        return VirtualLink(
-            latency=link.round_trip / 2 if link else 0.0,
-            seconds_per_byte=8e-9 / link.gbit_s_of(_CHANNELS) if link else 0.0,
-            delay=delay,
-            is_away=lambda time: any(absence.start <= time < absence.end for absence in away),
-        )
+    def founders(self, sites: int) -> int:
+        return sum(self.joins_at(site) == 0 for site in range(sites))
 
 
 @dataclass(frozen=True)
@@ -96,12 +84,16 @@ class FederatedRun:
 
 
 def play_sites(
-    configuration: Configuration, places: Places, choices: Mapping[str, Any], stepped: Callable[[], None]
+    configuration: Configuration,
+    count: int,
+    places: Places,
+    choices: Mapping[str, Any],
+    stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
-    """Runs a configuration as the sites of a federation, in threads that take turns."""
-    turns: Turns[tuple[Group, Run | None]] = Turns(places.sites)
-    hub = VirtualHub("simulated", places.founders, VirtualTime(places.sites, turns.until))
-    lives = [_Life(places, hub, turns, site) for site in range(places.sites)]
+    """Runs a configuration as so many sites of a federation, in threads that take turns."""
+    turns: Turns[tuple[Group, Run | None]] = Turns(count)
+    hub = VirtualHub("simulated", places.founders(count), VirtualTime(count, turns.until))
+    lives = [_Life(places, count, hub, turns, site) for site in range(count)]
     with quiet():
         lived = turns.run([partial(life.live, configuration, choices, stepped) for life in lives])
     first = lived[0][1]
@@ -114,14 +106,21 @@ def play_sites(
 
 
 class _Life:
-    def __init__(self, places: Places, hub: VirtualHub, turns: Turns[Any], number: int) -> None:
-        self._name, self._places, self._hub, self._number = site_name(number), places, hub, number
+    def __init__(self, places: Places, sites: int, hub: VirtualHub, turns: Turns[Any], number: int) -> None:
+        self._name, self._hub, self._number = site_name(number), hub, number
         self._times, self._ended, self._joined = list[float](), 0.0, list[int]()
-        topology = simulated_topologies(1, turns.until)[0]
-        connection = hub.connect_over(self._name, number, places.link_of(number), places.step_time / 10)
-        self._rank = SimulatedRank(
-            topology, turns.seconds, number, places.sites, begins=self._begins, connection=connection
+        assert places.step_time is not None
+        self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
+        self._away, self._joins_at, link = places.absences_of(number), places.joins_at(number), places.link
+        line = VirtualLink(
+            latency=link.round_trip / 2 if link else 0.0,
+            seconds_per_byte=8e-9 / link.gbit_s_of(HUB_CONNECTIONS) if link else 0.0,
+            delay=places.delays[number] if places.delays else 0.0,
+            is_away=lambda time: any(absence.start <= time < absence.end for absence in self._away),
         )
+        connection = hub.connect_over(self._name, number, line, places.step_time / 10)
+        topology = simulated_topologies(1, turns.until)[0]
+        self._rank = SimulatedRank(topology, turns.seconds, number, sites, begins=self._begins, connection=connection)
 
     def live(
         self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
@@ -132,7 +131,7 @@ class _Life:
             self._times.append(time.now)
             stepped()
 
-        time.passes(self._number, self._places.joins_at(self._number))
+        time.passes(self._number, self._joins_at)
         try:
             return live(configuration, self._rank, choices, done)
         finally:
@@ -140,10 +139,10 @@ class _Life:
             time.ends(self._number)
 
     def _begins(self) -> None:
-        """Lets the time of an inner step pass, after which it launches and lands."""
+        """Lets the time of an inner step pass, absences included, after which it launches and lands."""
         self._joined = self._joined or self._applied()
-        time = self._hub.time
-        time.passes(self._number, self._places.seconds(self._number, time.now))
+        now = self._hub.time.now
+        self._hub.time.passes(self._number, step_end(now, self._step_time, self._away) - now)
 
     def _applied(self) -> list[int]:
         """Returns the rounds that have landed, by fragment."""
@@ -152,13 +151,12 @@ class _Life:
         return [own.applied.round for own in follower.fragments]
 
     def told(self, group: Group, records: Sequence[Record]) -> Site:
-        applied, counted, missed, weights = self._applied(), 0, 0, dict[int, list[int]]()
+        applied, missed, weights = self._applied(), 0, dict[int, list[int]]()
         for record in records:
             own = record.of(self._name)
             if own is not None:
-                counted += 1
                 weights.setdefault(record.fragment, []).append(own.weight)
             elif self._joined[record.fragment] < record.round <= applied[record.fragment]:
                 missed += 1
-        late = self._hub.coordinator.statistics[self._name].late
+        late, counted = self._hub.coordinator.statistics[self._name].late, sum(map(len, weights.values()))
         return Site(group, self._times, self._ended, counted, late, missed, weights)

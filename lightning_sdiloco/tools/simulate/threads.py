@@ -27,12 +27,8 @@ class Stopped(BaseException):
     """Ends a thread because another one has failed, or Ctrl-C was pressed."""
 
 
-_State = tuple[dict[str, Any], int | None]
+_State = tuple[dict[str, Any], int]
 """What there is once in a process: random numbers, and the rank."""
-
-
-def _taken(rank: int | None) -> _State:
-    return random_state(), rank
 
 
 def _restore(state: _State) -> None:
@@ -55,7 +51,7 @@ class Turns(Generic[Result]):
 
     def run(self, functions: Sequence[Callable[[], Result]]) -> list[Result]:
         """Runs one function in each thread, all from the caller's random numbers, which it restores."""
-        state = _taken(0)
+        state = random_state(), 0
         threads = [
             threading.Thread(target=self._live, args=(seat, function, state), name=f"group {seat}", daemon=True)
             for seat, function in enumerate(functions)
@@ -84,7 +80,7 @@ class Turns(Generic[Result]):
         if ready():
             return
         seat, left = self._seats.own, time.perf_counter()
-        state = _taken(seat)
+        state = random_state(), seat
         self._waits[seat] = ready
         self._pass_on(seat)
         self._wait_for(seat)
