@@ -13,12 +13,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import lightning_sdiloco
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.tools.cli import main
+from tests.engine.groups import Groups, with_statistics
 
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
@@ -53,16 +51,9 @@ def options_of(command: str) -> list[str]:
 
 def keys_of_checkpoint() -> dict[str, list[str]]:
     """The keys of what a rank saves of its engine, with a fragment in flight."""
-    models = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)) for _ in range(3)]
-    groups = SimulatedGroups(models, sync_every=4, overlap_steps=2, fragments="strided:1")
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    for _ in range(9):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-        groups.step()
-    state = groups.engines[0].state_dict()
+    run = Groups(3, "sgd", with_statistics, sync_every=4, overlap_steps=2, fragments="strided:1")
+    run.until(9)
+    state = run.engines[0].state_dict()
     parts = {"state": state, "fragment": state["fragments"][0], "flight": state["flights"][0]}
     return {name: sorted(part) for name, part in (parts | {n: state[n] for n in ("counts", "described")}).items()}
 

@@ -4,7 +4,6 @@ import copy
 import math
 import struct
 from collections.abc import Callable
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -13,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from torch import Tensor
 
-from lightning_sdiloco import SimulatedGroups, memory
+from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -365,27 +364,6 @@ def test_payloads_byte_by_byte() -> None:
     for compression in (Int8(), Int4()):
         for largest, top in ((1 + 2**-8, 0x3F81), (1 + 3 * 2**-8, 0x3F82), (1 + 2**-8 - 2**-23, 0x3F80)):
             assert compression.encode(torch.tensor([-largest])).tolist()[:2] == [top & 0xFF, top >> 8]
-
-
-def test_the_scratch_memory_is_that_of_a_stretch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The payload, and what a stretch of values needs: few bytes for each of them, however long the vector is."""
-    # torch counts what it allocates itself.
-    monkeypatch.setattr(memory, "_LONG", 1 << 60)
-    values, out = heavy_tailed(8 * CHUNK), torch.empty(8 * CHUNK)
-    for name in ("fp8", "int4", "fp4", "mxfp4", "int2", "sparse"):
-        payload = resolve(name).encode(values)
-        most = payload.numel() + 4 * CHUNK
-        assert payload.numel() <= peak_bytes(lambda: resolve(name).encode(values)) <= most, name  # noqa: B023
-        assert peak_bytes(lambda: resolve(name).decode(payload, out)) <= most, name  # noqa: B023
-
-
-def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that torch held on the CPU at any time, beyond what it held before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = work()
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
-    del kept
-    return max(accumulate((event.nbytes() for event in events if event.name() == "[memory]"), initial=0))
 
 
 # --- sparse ----------------------------------------------------------------------------------------------------------

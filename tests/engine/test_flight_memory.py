@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.stamps import forget_peak_memory, peak_memory
 from lightning_sdiloco import Carry, StreamingDiLoCo, memory
-from lightning_sdiloco.compression import ErrorFeedback, Int4, TopK
+from lightning_sdiloco.compression import ErrorFeedback, Int2, Int4, TopK
 from tests.engine.groups import outer_state
 from tests.ranks import run_ranks
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "fp4, carry": ({"mixing": Carry()}, 4),
     # What is remembered for the next launch: the old one waits for the landing, as outer parameters do.
     "error feedback": ({"compression": ErrorFeedback(Int4())}, 4),
-    "error feedback, two shots": ({"compression": ErrorFeedback(Int4()), "exchange": "two_shot"}, 4),
+    "error feedback, two shots": ({"compression": ErrorFeedback(Int2()), "exchange": "two_shot"}, 4),
     # Positions have 64 bits until they are packed.
     "error feedback, sparse": ({"compression": ErrorFeedback(TopK(1 / 32, Int4())), "outer_momentum": 0.9}, 4.3),
 }
