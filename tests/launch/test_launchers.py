@@ -10,7 +10,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from tests.chaos.checks import Told, examined
 from tests.chaos.faults import Fault
 from tests.chaos.play import Play
 from tests.chaos.processes import BATCH
-from tests.chaos.world import Process, World
+from tests.chaos.world import World
 from tests.federation.hubs import require_extra
 from tests.namespaces import enter, two_sites
 from tests.ranks import LAUNCHERS
@@ -66,7 +68,7 @@ if __name__ == "__main__":
 def fresh(folder: Path) -> Path:
     """A folder with the scripts of the examples, and the one that is watched."""
     folder.mkdir()
-    for script in ((ROOT / "examples" / "launching" / "train.py"), *(ROOT / "examples" / "slurm").glob("*.sbatch")):
+    for script in (ROOT / "examples" / "launching" / "train.py", *(ROOT / "examples" / "slurm").glob("*.sbatch")):
         shutil.copy(script, folder)
     (folder / "watched.py").write_text(SCRIPT)
     return folder
@@ -195,33 +197,22 @@ def test_a_requeued_job_ends_with_the_bits_of_one_that_was_never_stopped(cluster
     assert_alike(4, through, stopped)
 
 
-class Job:
-    """A job, with the names that `multiprocessing` has."""
-
-    pid = exitcode = None
-
-    def __init__(self, cluster: Slurm, folder: Path, script: Path) -> None:
-        choices = ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120", "--output=/dev/null"]
-        self.cluster = cluster
-        self.number = submitted(cluster, folder, *choices, f"--wrap=srun python -m tests.chaos.processes {script}")
-
-    def kill(self) -> None:
-        self.cluster.run("scancel", "--signal=KILL", "--full", self.number)
-
-    def join(self, timeout: float | None = None) -> None:
-        pass
-
-
 class Jobs(World):
     """A hub and a site as processes, and site a as a job."""
 
     cluster: Slurm
+    number: str
 
-    def started(self, name: str) -> Process:
+    def started(self, name: str) -> Any:
         if name != "a":
             return super().started(name)
-        (self.folder / "a.pickle").write_bytes(pickle.dumps(self.told(name)))
-        return Job(self.cluster, self.folder, self.folder / "a.pickle")
+        script = self.folder / "a.pickle"
+        script.write_bytes(pickle.dumps(self.told(name)))
+        choices = ["--nodes=1", "--ntasks-per-node=1", "--requeue", "--signal=USR1@120", "--output=/dev/null"]
+        command = f"--wrap=srun python -m tests.chaos.processes {script}"
+        self.number = submitted(self.cluster, self.folder, *choices, command)
+        kill = partial(self.cluster.run, "scancel", "--signal=KILL", "--full", self.number)
+        return SimpleNamespace(pid=None, exitcode=None, kill=kill, join=lambda timeout=None: None)
 
 
 @pytest.mark.slurm
@@ -234,10 +225,9 @@ def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_doe
         world.cluster = cluster
         play = Play(world)
         play.begin()
-        job, there = world.processes["a"], play.seen["b"].round
-        assert isinstance(job, Job)
+        there = play.seen["b"].round
         # As SLURM does after a failed node or a preemption; or before the time is up.
-        cluster.run(*(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]), job.number)
+        cluster.run(*(["scontrol", "requeue"] if resume == "last" else ["scancel", "--signal=USR1"]), world.number)
         # As one that is killed: it may take its time.
         requeued = Fault("kill", "a", 0.0)
         play.going_on.append((math.inf, requeued))

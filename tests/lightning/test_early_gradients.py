@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_sdiloco.lightning.host import ddp
 from tests import fits
-from tests.fits import LIGHTNING, SomeBatches, play
+from tests.fits import LIGHTNING, SomeBatches
+from tests.ranks import in_ranks
 
 pl = importlib.import_module(LIGHTNING)
 SHORT: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "fragments": [["*"]], "compression": "fp32"}
@@ -53,8 +54,9 @@ class Looking(pl.Callback):  # type: ignore[misc, name-defined]
     def on_before_zero_grad(self, *_: Any) -> None: ...
 
 
+@in_ranks(1)
 def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
-    monkeypatch: pytest.MonkeyPatch,
+    rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late, of_the_net, default = [False] + [True] * 5, 4 * (5 * 3 + 3), ddp._LEAST_BYTES  # late as in Lightning
     zeroed = partial(made, optimizer_zero_grad=zeroing)
@@ -69,17 +71,13 @@ def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_s
         "looking": (made, 1, {"callbacks": [Looking()]}, late),
         "67 MB": (partial(made, width=4096, configure_optimizers=slowly), default, {}, [False] * 6),
     }
-
-    def fit(rank: int, world_size: int, case: str) -> tuple[list[bool], list[Tensor]]:
-        make, least, choices, _ = cases[case]
+    trained = {}
+    for case, (make, least, choices, kept) in cases.items():
         monkeypatch.setattr(ddp, "_LEAST_BYTES", least)
-        model = make()
         trainer = fits.trainer(strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices)
-        trainer.fit(model, SomeBatches(0, 6))
-        return model.kept, [] if case == "67 MB" else [parameter.detach() for parameter in model.parameters()]
-
-    found = {case: ranks[0] for case, ranks in play(1, {case: partial(fit, case=case) for case in cases}).items()}
-    assert {case: kept for case, (kept, _) in found.items()} == {case: of[-1] for case, of in cases.items()}
+        trainer.fit(model := make(), SomeBatches(0, 6))
+        assert model.kept == kept, case
+        trained[case] = list(model.parameters())
     # What is trained does not depend on it.
     for early, other in (("large enough", "zeroing"), ("accumulated", "zeroing, accumulated")):
-        assert all(map(torch.equal, found[early][1], found[other][1]))
+        assert all(map(torch.equal, trained[early], trained[other]))

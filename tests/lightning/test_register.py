@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_sdiloco.lightning.host.patching import FABRIC, NEWEST, OLDEST, RE
 from lightning_sdiloco.tools.simulate.groups import simulated_classes
 from tests import fits, sharded
 from tests.fits import LIGHTNING
-from tests.ranks import run_processes
+from tests.ranks import in_ranks
 
 OTHER = "pytorch_lightning"
 VERSION = importlib.import_module(LIGHTNING).__version__
@@ -99,22 +100,18 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
                 look(entry.place, distribution)
 
 
-def test_every_fit_looks_for_the_names(caplog: pytest.LogCaptureFixture) -> None:
+@in_ranks(1)
+def test_every_fit_looks_for_the_names(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     needed = HostName("trainer.fit_loop.epoch_loop", "_gone", "used", "worker groups drift apart")
     optional = HostName("trainer.fit_loop", "_left", "used", "the bar is empty", optional=True)
-
-    def run(rank: int, world_size: int) -> None:
-        for distribution in (LIGHTNING, OTHER):
-            for entry, steps in ((needed, 0), (optional, 2)):
-                patching.REGISTER = (*REGISTER, entry)
-                trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2)
-                told = re.escape(f"without {entry} {entry.without}")
-                with nullcontext() if entry.optional else pytest.raises(ValueError, match=told):
-                    trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
-                found = [re.search(told, warning) is not None for warning in warnings_of(caplog)]
-                assert (trainer.global_step, found) == (steps, [True] * entry.optional)
-
-    run_processes(run, 1)
+    for distribution, (entry, steps) in product((LIGHTNING, OTHER), ((needed, 0), (optional, 2))):
+        patching.REGISTER = (*REGISTER, entry)
+        trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2)
+        told = re.escape(f"without {entry} {entry.without}")
+        with nullcontext() if entry.optional else pytest.raises(ValueError, match=told):
+            trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
+        found = [re.search(told, warning) is not None for warning in warnings_of(caplog)]
+        assert (trainer.global_step, found) == (steps, [True] * entry.optional)
 
 
 def test_only_what_is_in_the_register_and_there_is_replaced() -> None:

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from tests import fits
 from tests.fits import LIGHTNING, said_by
 from tests.lightning.test_checkpoint import CHOICES, assert_same, traced, unequal
 from tests.lightning.uneven_fits import Announced
-from tests.ranks import run_processes
+from tests.ranks import in_ranks
 
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
@@ -73,8 +74,8 @@ def run(
     rank: int,
     world_size: int,
     folder: Path,
-    signalled: Signalled,
-    resume: str | None = None,
+    signalled: Signalled | None = None,
+    resume: Path | None = None,
     distribution: str = LIGHTNING,
     length: int = 100,
     validates: bool = False,
@@ -83,7 +84,7 @@ def run(
     **choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank of two groups, and returns what happened."""
-    size, model = world_size // 2, listening(distribution, rank, signalled)
+    size, model = world_size // 2, listening(distribution, rank, signalled or {})
     saver = importlib.import_module(distribution).callbacks.ModelCheckpoint
     how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
     given = {"callbacks": [saver(**how)] if enable_checkpointing else [], "max_steps": STEPS, "num_sanity_val_steps": 0}
@@ -106,63 +107,51 @@ def run(
     return {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step), "outer": outer}
 
 
-def played(world_size: int, folder: Path, *cases: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """What each rank did in each of several fits, one after the other; each has its own folder if it names none."""
-
-    def play(rank: int, world_size: int) -> list[dict[str, Any]]:
-        named = ({"signalled": {}, "folder": number, **case} for number, case in enumerate(cases))
-        return [run(rank, world_size, **{**case, "folder": folder / str(case["folder"])}) for case in named]
-
-    return [list(ranks) for ranks in zip(*run_processes(play, world_size, timeout=150.0), strict=True)]
-
-
-def assert_goes_on(
-    resumed: list[dict[str, Any]], plain: list[dict[str, Any]], end: tuple[str, int] | None = None
-) -> None:
-    """From the step after which a signal ended it, a fit has the bits of one that had none."""
-    for one, other in zip(resumed, plain, strict=True):
-        assert one["ended"] == (end or other["ended"])
-        assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
-        assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
-        assert end or unequal(one["outer"], other["outer"]) == []
-
-
-def all_ended(ranks: list[dict[str, Any]], step: int = ENDED, ended: str = "SIGTERMException") -> bool:
-    return [rank["ended"] for rank in ranks] == [(ended, step)] * len(ranks)
-
-
 TERMINATED: Signalled = {(1, "training_step", SIGNALLED): [signal.SIGTERM]}
 SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
+TERMINATION = "SIGTERMException"
 
 
-BY_EPOCHS, BY_STEPS = {"validates": True, "max_epochs": 4, "max_steps": -1}, {"validates": True, "max_steps": 32}
-DUE: list[dict[str, Any]] = [
-    {"length": 19, **BY_EPOCHS},  # the end of an epoch with its validation
-    {"length": 19, **BY_STEPS, "limit_val_batches": 0},  # the end of an epoch without validation
-    {"length": 8, **BY_EPOCHS, "val_check_interval": 19, "check_val_every_n_epoch": None},  # a validation in the middle
-    {"length": 8, **BY_STEPS, "check_val_every_n_epoch": 2},  # in the middle of an epoch
-]
+def assert_same_from(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """A fit that goes on after the signal has the bits of one that had none."""
+    assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
+    assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
 
 
-@pytest.mark.parametrize(("world_size", "due"), [(2, DUE), (4, [{"distribution": "pytorch_lightning"}])])
+def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
+    """A fit that one rank was told to terminate goes on where it was, and what is due there is done once."""
+    plain = run(rank, world_size, folder, **of)
+    ended = run(rank, world_size, folder, TERMINATED, **of)
+    assert ended["ended"] == (TERMINATION, ENDED)
+    assert list(folder.rglob("*.ckpt")) == [folder / SAVED]
+    resumed = run(rank, world_size, folder, resume=folder / SAVED, **of)
+    assert_same_from(resumed, plain)
+    assert_same(resumed["outer"], plain["outer"])
+    assert resumed["ended"] == plain["ended"]
+    before = len(ended["said"]) - 1
+    told = [*plain["said"][:before], f"save after step {ENDED}", *plain["said"][before:]]
+    assert [*ended["said"], *resumed["said"]] == told
+
+
+@in_ranks(4)
 def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
-    world_size: int, due: list[dict[str, Any]], tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
-    """And what is due where it ends is done once."""
-    files = [tmp_path / str(number) / SAVED for number in range(len(due))]
-    cases: list[dict[str, Any]] = []
-    for number, (of, file) in enumerate(zip(due, files, strict=True)):
-        how = ({}, {"signalled": TERMINATED}, {"resume": str(file)})
-        cases += [{**of, "folder": number, **choices} for choices in how]
-    found = played(world_size, tmp_path, *cases)
-    for plain, ended, resumed in zip(found[::3], found[1::3], found[2::3], strict=True):
-        assert all_ended(ended)
-        assert_goes_on(resumed, plain)
-        for one, first, other in zip(resumed, ended, plain, strict=True):
-            before = len(first["said"]) - 1
-            told = [*other["said"][:before], f"save after step {ENDED}", *other["said"][before:]]
-            assert [*first["said"], *one["said"]] == told
-    assert sorted(tmp_path.rglob("*.ckpt")) == files
+    assert_goes_on(rank, 4, tmp_path, distribution="pytorch_lightning")
+
+
+@in_ranks(2, timeout=150.0)
+def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) -> None:
+    by_epochs, by_steps = {"max_epochs": 4, "max_steps": -1}, {"max_steps": 32}
+    in_the_middle = {"val_check_interval": 19, "check_val_every_n_epoch": None}
+    cases: dict[str, dict[str, Any]] = {
+        "the end of an epoch with its validation": {"length": 19, **by_epochs},
+        "the end of an epoch without validation": {"length": 19, **by_steps, "limit_val_batches": 0},
+        "a validation in the middle": {"length": 8, **by_epochs, **in_the_middle},
+        "in the middle of an epoch": {"length": 8, **by_steps, "check_val_every_n_epoch": 2},
+    }
+    for name, due in cases.items():
+        assert_goes_on(rank, 2, tmp_path / name, validates=True, **due)
 
 
 MANY = [signal.SIGTERM, signal.SIGTERM]
@@ -176,34 +165,36 @@ WHENEVER: list[tuple[Signalled, int]] = [
 ]
 
 
-def test_whenever_signals_come_all_ranks_end_together_with_one_save(tmp_path: Path) -> None:
+@in_ranks(2, timeout=150.0)
+def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, tmp_path: Path) -> None:
     """None where the Trainer saves no checkpoints."""
     of = {"validates": True, "num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
-    quiet = [{"enable_checkpointing": False}, {"fast_dev_run": 30}, {"barebones": True, "enable_checkpointing": False}]
-    cases = [{"signalled": signalled, **of} for signalled, _ in WHENEVER]
-    found = played(2, tmp_path, *cases, *({"signalled": TERMINATED, **how} for how in quiet))
-    for number, ended in enumerate(found):
-        step = WHENEVER[number][1] if number < len(WHENEVER) else ENDED
-        assert all_ended(ended, step), number
-        saved = [tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"] * (number < len(WHENEVER))
-        assert list((tmp_path / str(number)).rglob("*.ckpt" if saved else "*.ckpt*")) == saved, number
-        assert [sum("save" in words for words in rank["said"]) for rank in ended] == [len(saved)] * 2, number
+    for number, (signalled, step) in enumerate(WHENEVER):
+        ended = run(rank, 2, tmp_path / str(number), signalled, **of)
+        assert ended["ended"] == (TERMINATION, step), number
+        assert sum("save" in words for words in ended["said"]) == 1, number
+        saved = tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"
+        assert list((tmp_path / str(number)).rglob("*.ckpt")) == [saved], number
+    for how in (
+        {"enable_checkpointing": False},
+        {"fast_dev_run": 30},
+        {"barebones": True, "enable_checkpointing": False},
+    ):
+        ended = run(rank, 2, tmp_path / "quiet", TERMINATED, **how)
+        assert (ended["ended"], ended["said"]) == ((TERMINATION, ENDED), []), how
+    assert list((tmp_path / "quiet").rglob("*.ckpt*")) == []
 
 
-def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(
+    rank: int, tmp_path: Path
+) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
-    of: dict[str, Any] = {"folder": "it", "signalled": TERMINATED}
-    *ended, first, second = played(
-        2,
-        tmp_path,
-        {**of, "saves": {"filename": "{step}", "every_n_train_steps": 16}},
-        {**of, "saves": {"filename": "{step}", "save_on_exception": True}},
-        {"resume": str(tmp_path / "it" / "step=16.ckpt")},
-        {"resume": str(tmp_path / "it" / f"step={ENDED}.ckpt")},
-    )
-    assert all(map(all_ended, ended))
-    assert all_ended([*first, *second], STEPS, "")
-    assert [min(rank["trace"]) for rank in (*first, *second)] == [16, 16, ENDED, ENDED]
+    for step, saves in ((16, {"every_n_train_steps": 16}), (ENDED, {"save_on_exception": True})):
+        ended = run(rank, 2, tmp_path, TERMINATED, saves={"filename": "{step}", **saves})
+        resumed = run(rank, 2, tmp_path, resume=tmp_path / f"step={step}.ckpt")
+        assert (ended["ended"], resumed["ended"]) == ((TERMINATION, ENDED), ("", STEPS))
+        assert min(resumed["trace"]) == step
 
 
 def test_a_signal_may_come_while_those_before_it_are_read() -> None:
@@ -244,81 +235,71 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
         return function()
 
 
-def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+@in_ranks(2, timeout=110.0)
+def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int, tmp_path: Path) -> None:
     requeued: Signalled = {(1, "training_step", SIGNALLED + later): [signal.SIGUSR1] for later in (0, 3)}
     # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.
     after: Signalled = {(rank, "training_step", ENDED + 6): [signal.SIGUSR1] for rank in range(2)}
     newest = tmp_path / "run" / "hpc_ckpt_2.ckpt"
 
-    def job(rank: int, world_size: int) -> list[dict[str, Any]]:
-        def fit(signalled: Signalled) -> dict[str, Any]:
-            return dict(as_job(rank, world_size, tmp_path, partial(run, rank, world_size, tmp_path / "run", signalled)))
+    def fit(signalled: Signalled) -> dict[str, Any]:
+        return dict(as_job(rank, 2, tmp_path, partial(run, rank, 2, tmp_path / "run", signalled)))
 
-        found = [run(rank, world_size, tmp_path / "plain", {})]
-        found += [fit(signalled) for signalled in (requeued, after, {})]
-        # A crash before the file took its place: the folder alone is no checkpoint.
-        found[-1]["saved"] = torch.load(newest, weights_only=True)["state_dict"]
-        torch.distributed.barrier()
-        newest.unlink(missing_ok=True)
-        return [*found, fit({})]
-
-    plain, first, second, third, again = zip(*run_processes(job, 2, timeout=150.0), strict=True)
-    ends = ((first, ENDED), (second, STEPS)), ((third, STEPS), (again, STEPS))
-    assert [all_ended(list(ranks), step) for ranks, step in ends[0]] == [True] * 2
-    assert [all_ended(list(ranks), step, "") for ranks, step in ends[1]] == [True] * 2
+    plain, first, second, third = run(rank, 2, tmp_path / "plain"), fit(requeued), fit(after), fit({})
+    assert (first["ended"], second["ended"], third["ended"]) == (
+        (TERMINATION, ENDED),
+        (TERMINATION, STEPS),
+        ("", STEPS),
+    )
+    assert_same_from(second, plain)
+    saved = torch.load(newest, weights_only=True)["state_dict"]
+    assert_same({name: saved[name] for name in plain["outer"]}, plain["outer"])
+    # A crash before the file took its place: the folder alone is no checkpoint.
+    torch.distributed.barrier()
+    newest.unlink(missing_ok=True)
+    again = fit({})
+    assert again["ended"] == ("", STEPS)
+    assert sorted(again["trace"]) == list(range(ENDED, STEPS))
     assert (tmp_path / "told").read_text() == "requeue 123\n" * 2
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
-    assert_goes_on(list(second), list(plain), ("SIGTERMException", STEPS))
-    for other, saved in zip(plain, third, strict=True):
-        assert_same({name: saved["saved"][name] for name in other["outer"]}, other["outer"])
-    assert [sorted(rank["trace"]) for rank in again] == [list(range(ENDED, STEPS))] * 2
 
 
 # How long a signal waits
 
 
-def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(tmp_path: Path) -> None:
-    cases = [
+@in_ranks(2)
+def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_path: Path) -> None:
+    # Launches are two steps apart, and land five steps later. Only the first steps are measured.
+    told = r"up to 7 inner steps, which take about 70 s \(10 s each\)"
+    said = said_by("lightning_sdiloco.lightning.monitor")
+    for step_seconds, in_slurm, enough in (
         (0.1, True, ""),
         (8.5, False, ""),
-        (10.0, False, "Allow 130 s from SIGTERM to SIGKILL"),
-        (10.0, True, "sbatch --signal=USR1@130"),
-    ]
-
-    def slow(rank: int, world_size: int) -> list[tuple[list[str], float]]:
-        found, said = [], said_by("lightning_sdiloco.lightning.monitor")
-        for step_seconds, in_slurm, _ in cases:
-            clock, said[:] = itertools.count(step=step_seconds), []
-            monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)  # type: ignore[assignment]
-            fit = partial(run, rank, world_size, tmp_path, {}, max_steps=15)
-            as_job(rank, world_size, tmp_path, fit) if in_slurm else fit()
-            found.append(([words for words in said if "termination signal" in words], next(clock) / step_seconds))
-        return found
-
-    own, others = run_processes(slow, 2)
-    # Launches are two steps apart, and land five steps later. Only the first steps are measured.
-    told = "up to 7 inner steps, which take about 70 s (10 s each)"
-    for (_, _, enough), (warned, looks) in zip(cases, own, strict=True):
-        assert [told in words and enough in words for words in warned] == [True] * bool(enough)
-        assert round(looks) == 10
-    assert others == [([], 0)] * len(cases)
+        (10.0, False, f"{told}. Allow 130 s from SIGTERM to SIGKILL"),
+        (10.0, True, f"{told}. Use sbatch --signal=USR1@130"),
+    ):
+        clock, said[:] = itertools.count(step=step_seconds), []
+        monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)  # type: ignore[assignment]
+        fit = partial(run, rank, 2, tmp_path, max_steps=15)
+        as_job(rank, 2, tmp_path, fit) if in_slurm else fit()
+        warned = [words for words in said if "termination signal" in words]
+        assert [re.search(enough, words) is not None for words in warned] == [True] * bool(enough and rank == 0)
+        assert round(next(clock) / step_seconds) == (10 if rank == 0 else 0)
 
 
-def test_outside_a_fit_signals_hang_no_rank(tmp_path: Path) -> None:
-    def validate(rank: int, world_size: int) -> list[str]:
-        ended = []
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
-            trainer = fits.trainer(strategy=strategy, devices=world_size, default_root_dir=tmp_path)
-            model = listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]})
-            try:
-                trainer.validate(model, Announced((rank, 0, 1), 3))
-                ended.append("validated")
-            except BaseException as error:
-                ended.append(type(error).__name__)
-        return ended
+@in_ranks(2)
+def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
+    def validate(number: int) -> str:
+        strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
+        trainer = fits.trainer(strategy=strategy, devices=2, default_root_dir=tmp_path)
+        model = listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]})
+        try:
+            trainer.validate(model, Announced((rank, 0, 1), 3))
+        except BaseException as error:
+            return type(error).__name__
+        return "validated"
 
-    first, second = run_processes(lambda rank, size: as_job(rank, size, tmp_path, partial(validate, rank, size)), 2)
-    assert (first[0], second) == ("validated", ["validated", "SIGTERMException"])
+    assert as_job(rank, 2, tmp_path, partial(validate, signal.SIGUSR1)) == "validated"
+    assert as_job(rank, 2, tmp_path, partial(validate, signal.SIGTERM)) == TERMINATION or rank == 0
     assert not (tmp_path / "told").exists()
     assert list(tmp_path.glob("*.ckpt")) == []

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
@@ -64,6 +63,7 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
     checkpoint = callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
     more = {"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True}
     choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
+    said = said_by("lightning_sdiloco")
     model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, inspect=inspect, trainer_choices=more, make=make)[
         "inspected"
     ]
@@ -72,6 +72,7 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
     assert [*model.seen, model.per_batch] == [first, first + 1, first + 0.5, first + 0.5, first + 0.5]
     assert per_epoch[0] == 1.5
     assert agreed(per_epoch)
+    assert [text for text in said if "in a row" in text] == [], "nothing is gathered over all ranks"
     # One launch landed at 25, the next is at 40: in between group 0 must not wait. And it does wait, at the landing
     # after inner step 45 at the latest, or the test would show nothing.
     started: list[Any] = [None] * 4
@@ -134,64 +135,51 @@ def now_and_then(module: Any, tensor: Tensor, index: int) -> Tensor:
     return of_world(module, tensor, index) if index % 3 else tensor
 
 
-def of_group(module: Any, tensor: Tensor, index: int) -> Tensor:
-    return module.all_gather(tensor, sync_grads=True)  # type: ignore[no-any-return]
-
-
-def said_of_gathering(rank: int, devices: int, distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
+@in_ranks(2)
+def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path: Path) -> None:
     """Of a module that normalises, measures and logs over all ranks, in a fit that validates, saves and may stop."""
 
-    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        loss = gather(self, self.net(parts[0]), index).square().mean()
-        self.mean.update(loss)
-        self.log("mean", self.mean)
-        self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
-        if manual:
-            self.manual_backward(loss)
-            self.optimizers().step()
-            self.optimizers().zero_grad()
-        return loss
+    def said_of(distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
+        def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+            loss = gather(self, self.net(parts[0]), index).square().mean()
+            self.mean.update(loss)
+            self.log("mean", self.mean)
+            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
+            if manual:
+                self.manual_backward(loss)
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+            return loss
 
-    def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-        self.log("score", self.net(parts[0]).mean(), sync_dist=True)
+        def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+            self.log("score", self.net(parts[0]).mean(), sync_dist=True)
 
-    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-    model = fits.module(distribution, "adamw", net=net, training_step=training_step, validation_step=validation_step)
-    model.mean, model.automatic_optimization = MeanMetric(), not manual
-    callbacks = importlib.import_module(distribution).callbacks
-    saving = callbacks.ModelCheckpoint("saved", every_n_train_steps=1, monitor="loss")
-    strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-    chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
-    length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
-    trainer = fits.trainer(distribution, strategy=strategy, devices=devices, **chosen, **length)
-    said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
-    trainer.fit(model, batches, batches)
-    assert trainer.global_step == 12
-    return [text for text in said if "in a row" in text]
+        net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
+        hooks = {"training_step": training_step, "validation_step": validation_step}
+        model = fits.module(distribution, "adamw", net=net, **hooks)
+        model.mean, model.automatic_optimization = MeanMetric(), not manual
+        callbacks = importlib.import_module(distribution).callbacks
+        saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
+        strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
+        chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
+        length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, **chosen, **length)
+        said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
+        trainer.fit(model, batches, batches)
+        assert trainer.global_step == 12
+        return [text for text in said if "in a row" in text]
 
-
-@in_ranks(2)
-def test_a_gather_over_all_ranks_in_every_batch_is_said_once(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
     for distribution, groups, gather, manual, times in (
         (LIGHTNING, 2, of_world, False, 1),
         ("pytorch_lightning", 2, of_world, True, 1),
         (LIGHTNING, 1, of_world, False, 0),
         (LIGHTNING, 2, now_and_then, False, 0),
     ):
-        told = said_of_gathering(rank, 2, distribution, groups, gather, manual)
+        told = said_of(distribution, groups, gather, manual)
         assert len(told) == (times if rank == 0 else 0)
         for text in told:
             assert "group=trainer.strategy.topology.in_group.process_group" in text
             assert "self.all_gather" in text
-
-
-@in_ranks(4)
-def test_a_gather_in_the_group_is_not_spoken_of(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert said_of_gathering(rank, 4, LIGHTNING, 2, of_group, True) == []
 
 
 @in_ranks(2)
