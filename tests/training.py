@@ -24,8 +24,8 @@ def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
 
 def inner_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """An inner optimizer by name."""
-    if name == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=0.05)
+    if name in ("sgd", "whole"):
+        return torch.optim.SGD(model.parameters(), lr=0.05 if name == "sgd" else 1.0)
     if name == "muon":
         return muon_for_matrices(model)
     return torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -1,7 +1,9 @@
 """Worker groups that train: simulated ones, which stop and go on in new objects, and a rank of real ones."""
 
 import io
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.flight import StepClock
-from tests.training import backward, batch, inner_optimizer, mlp, train_step
+from tests.training import backward, batch, inner_optimizer, mlp
 
 Values = dict[str, Tensor]
 
@@ -54,24 +56,27 @@ def held(engine: StreamingDiLoCo, model: nn.Module) -> Values:
     return values
 
 
-def told(landing: Landing) -> tuple[Any, ...]:
-    """What ranks must agree on of a landing."""
-    return landing.fragment, landing.launched_at, landing.left_out, landing.outlying, landing.outer_lr
+def message(error: str) -> str:
+    """What an error says, without the traceback, which holds the words of the code that raises."""
+    return re.split(r"(?m)^[\w.]+Error: ", error)[-1]
 
 
-def never(group: int, step: int) -> bool:
-    return False
+class Seldom(nn.Module):
+    """Passes values on, and changes its buffer in one step of sixteen."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("values", torch.zeros(2))
 
-def once(group: int, step: int) -> int:
-    return 1
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.values += x.detach().mean() * (self.steps % 16 == 15)
+        return x
 
 
 def with_statistics(seed: int) -> nn.Sequential:
-    """With buffers, of which one changes seldom."""
-    model = nn.Sequential(*mlp(seed), nn.BatchNorm1d(3))
-    model.register_buffer("seldom", torch.zeros(2))
-    return model
+    return nn.Sequential(*mlp(seed), nn.BatchNorm1d(3), Seldom())
 
 
 def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> None:
@@ -89,12 +94,11 @@ class Groups:
         inner: str = "adamw",
         net: Callable[[int], nn.Module] = mlp,
         links: Sequence[float] = (),
-        idle: Callable[[int, int], bool] = never,
-        micro_batches: Callable[[int, int], int] = once,
+        idle: Callable[[int, int], bool] = lambda group, step: False,
+        micro_batches: Callable[[int, int], int] = lambda group, step: 1,
         **choices: Any,
     ) -> None:
-        self.made = {"groups": groups, "inner": inner, "net": net, "links": links, "idle": idle, **choices}
-        self.made["micro_batches"] = micro_batches
+        self.again = partial(type(self), groups, inner, net, links, idle, micro_batches, **choices)
         self.models: list[Any] = [net(seed) for seed in range(groups)]
         self.optimizers = [inner_optimizer(inner, model) for model in self.models]
         self.idle, self.micro_batches = idle, micro_batches
@@ -153,7 +157,7 @@ class Groups:
 
     def resumed(self) -> "Groups":
         """Others that go on from here, from what a checkpoint holds."""
-        return type(self)(**self.made).load(self.saved())
+        return self.again().load(self.saved())
 
     def differs(self, expected: Mapping[int, Values], last: int) -> dict[int, list[str]]:
         """Goes on up to a step; returns what is not as expected after the steps for which that is known."""
@@ -175,8 +179,8 @@ class Rank:
         inner: str = "adamw",
         net: Callable[[int], nn.Module] = mlp,
         links: Sequence[float] = (),
-        idle: Callable[[int, int], bool] = never,
-        micro_batches: Callable[[int, int], int] = once,
+        idle: Callable[[int, int], bool] = lambda group, step: False,
+        micro_batches: Callable[[int, int], int] = lambda group, step: 1,
         **choices: Any,
     ) -> None:
         self.group, self.size = joined.group_index, len(joined.topology.ranks)
@@ -188,12 +192,15 @@ class Rank:
         ddp = {"process_group": joined.process_group, "broadcast_buffers": False}
         self.wrapped = DistributedDataParallel(self.model, **ddp) if self.size > 1 else self.model
 
+    def loss(self, step: int) -> Tensor:
+        x, y = (part.chunk(self.size)[self.place] for part in batch(self.group, step))
+        return nn.functional.mse_loss(self.wrapped(x), y)
+
     def step(self, step: int) -> list[Landing]:
         rests = self.idle(self.group, step)
         if not rests:
-            x, y = (part.chunk(self.size)[self.place] for part in batch(self.group, step))
             self.optimizer.zero_grad()
-            nn.functional.mse_loss(self.wrapped(x), y).backward()
+            self.loss(step).backward()
         self.engine.launch_gradients(idle=rests)
         self.engine.land_gradients()
         if not rests:
@@ -207,13 +214,3 @@ class Rank:
         self.engine.load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
         return self
-
-
-def by_a_plain_loop(inner: str, group: int, steps: int) -> list[Values]:
-    """The parameters after every step of training without any exchange."""
-    model, seen = mlp(), []
-    optimizer = inner_optimizer(inner, model)
-    for step in range(1, steps + 1):
-        train_step(model, optimizer, group, step)
-        seen.append(copied(model.named_parameters()))
-    return seen

@@ -1,14 +1,24 @@
-"""One run in every way: simulated, in processes, by groups of several ranks, stopped and resumed, and restarted."""
+"""One run in every way: simulated, in processes, by groups of several ranks, stopped and resumed, and restarted.
 
+Restarted are rounds with other groups, shards or settings, and after parameters were frozen or unfrozen.
+"""
+
+import copy
+import importlib
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+import re
+import shutil
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from lightning_sdiloco import (
     Carry,
@@ -16,6 +26,7 @@ from lightning_sdiloco import (
     RandomPairs,
     Ring,
     Selective,
+    SimulatedGroups,
     StreamingDiLoCo,
     TwoShot,
     WorkerGroups,
@@ -33,22 +44,27 @@ from lightning_sdiloco.compression import (
     Threshold,
     TopK,
 )
-from lightning_sdiloco.engine.checkpoint import restart_from
+from lightning_sdiloco.engine.checkpoint import random_state, restart_from
+from lightning_sdiloco.errors import AgreementError
+from tests import fits
 from tests.engine.groups import (
     Groups,
     Rank,
     Values,
     copied,
     held,
+    message,
+    outer_state,
     through_a_file,
-    told,
     unlike,
     with_statistics,
 )
-from tests.engine.test_policies import DelayCompensation, Loudest, Rarer
+from tests.engine.test_policies import DelayCompensation, Loudest, Rarer, refusal
+from tests.fits import LIGHTNING
+from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, run_fit, save_folder, saving, traced
 from tests.methods import ByMedian, DelayedNesterov, ZScore
-from tests.ranks import run_ranks
-from tests.training import LAYERS, mlp
+from tests.ranks import run_processes, run_ranks
+from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 
 def is_idle(group: int, step: int) -> bool:
@@ -62,7 +78,7 @@ LINKS = [1e9, 11.0, 1.0]
 BASE: dict[str, Any] = {"groups": 3, "sync_every": 8, "overlap_steps": 5}
 BASE |= {"net": with_statistics, "fragments": [*LAYERS[:2], ["4.*", "7.*"], ["6.*"]]}
 EVERYTHING: dict[str, Any] = {
-    "sync_every": 4,
+    "sync_every": 3,
     "overlap_steps": 2,
     "outer_lr": 0.4,
     "outer_momentum": 0.9,
@@ -87,7 +103,7 @@ CASES |= {
     "by link": {"compression": ByLink(MENU), "links": LINKS, "overlap_steps": 3},
     "everything": EVERYTHING,
     "everything in two shots": {**EVERYTHING, "compression": ErrorFeedback(Int4()), "exchange": "two_shot"},
-    "warm-up": {"warmup_steps": 11},
+    "warm-up": {"warmup_steps": 8},
     "policies": {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()},
     "policies of a user": {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation(), "inner": "sgd"},
     "by median": {"schedule": Rarer(), "weighing": ByMedian(), "idle": is_idle},
@@ -96,19 +112,25 @@ CASES |= {
     "ring": {"groups": 4, "route": Ring(), "compression": "fp32", "mixing": 0.25},
 }
 CASES = {name: {**BASE, **case} for name, case in CASES.items()}
-STEPS, ENDS = 28, 21
+STEPS, STOPS = 24, (7, 12, 18)
+
+
+@cache
+def whole(name: str) -> tuple[Groups, dict[int, Values], list[list[Values]]]:
+    """A simulation that does not stop: all of it after some steps, and what groups hold after every landing."""
+    run, seen, landed = Groups(**CASES[name]), {}, []
+    for step in range(1, STEPS + 1):
+        if run.step():
+            landed.append([held(*both) for both in zip(run.engines, run.models, strict=True)])
+        if step in (*STOPS, 9, 15, STEPS):
+            seen[step] = run.seen()
+    run.groups.finish()
+    return run, seen, landed
 
 
 def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_that_does_not() -> None:
-    expected: dict[str, list[Any]] = {}
-    for name, case in CASES.items():
-        run, seen = Groups(**case), []
-        for _ in range(ENDS):
-            if run.step():
-                seen.append([held(*both) for both in zip(run.engines, run.models, strict=True)])
-        run.groups.finish()
-        of_groups = zip(*seen, [copied(model.state_dict()) for model in run.models], strict=True)
-        expected[name] = [(list(of), engine.report()) for of, engine in zip(of_groups, run.engines, strict=True)]
+    for name in CASES:
+        whole(name)
 
     def play(rank: int, world_size: int) -> dict[str, Any]:
         joined, wrong = WorkerGroups(world_size), dict[str, Any]()
@@ -117,7 +139,7 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
             if chosen.pop("groups") != world_size:
                 continue
             here, seen = Rank(rank, joined, **chosen), []
-            for step in range(1, ENDS + 1):
+            for step in range(1, STEPS + 1):
                 if here.step(step):
                     seen.append(held(here.engine, here.model))
                 if step == 14:
@@ -125,22 +147,24 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
                     here.engine.close()
                     here = Rank(rank, joined, **chosen).load(saved)
             here.engine.finish()
-            values, report = expected[name][rank]
+            run, _, landed = whole(name)
+            values = [*(own[rank] for own in landed), copied(run.models[rank].state_dict())]
             off = [unlike(*both) for both in zip([*seen, copied(here.model.state_dict())], values, strict=True)]
-            counts = {key: here.engine.report()[key] for key in ("bytes_sent", "launches", "landings")}
-            if any(off) or counts.items() - report.items():
-                wrong[name] = off, counts, report
+            report, expected = (engine.report() for engine in (here.engine, run.engines[rank]))
+            counts = [key for key in ("bytes_sent", "launches", "landings") if report[key] != expected[key]]
+            if any(off) or counts:
+                wrong[name] = off, counts
         return wrong
 
-    assert run_ranks(play, 3) == [{}] * 3
+    assert run_ranks(play, 3, timeout=100) == [{}] * 3
     assert run_ranks(play, 4) == [{}] * 4
-    assert len({report["bytes_sent"] for _, report in expected["by link"]}) == 3, "each has its own code"
-    sent = [report["bytes_sent"] for _, report in expected["uneven parts"]]
-    assert sent[2] < sent[1] < sent[0], "who averages nothing sends one payload, the others more"
+    sent = {name: [engine.report()["bytes_sent"] for engine in whole(name)[0].engines] for name in CASES}
+    assert len(set(sent["by link"])) == 3, "each has its own code"
+    assert sent["uneven parts"] == sorted(set(sent["uneven parts"]))[::-1], "who averages nothing sends one payload"
 
 
-# What a shard makes no difference to, and what is for another number of groups.
-ALIKE = (
+# What a shard makes no difference to.
+SKIP = {
     "bf16",
     "int8",
     "int4",
@@ -150,86 +174,51 @@ ALIKE = (
     "delayed Nesterov",
     "uneven parts",
     "by link",
-)
+}
 
 
 def test_all_ranks_of_groups_of_two_hold_the_same_bits_after_every_landing() -> None:
-    def play(rank: int, world_size: int) -> dict[str, Any]:
-        joined, found = WorkerGroups(2), dict[str, Any]()
-        for name, case in CASES.items():
-            if name in ALIKE or case["groups"] == 4:
-                continue
-            chosen = {key: value for key, value in case.items() if key != "groups"}
-            # Without BatchNorm, of which a rank sees its own part of a batch; and with a norm that clips what is large.
-            chosen |= {"net": mlp, "fragments": LAYERS}
-            if name == "everything":
-                outer = replace(EVERYTHING["outer_optimizer"], clip_norm=0.02, outlier_guard=1.05)
-                chosen |= {"compression": "fp32", "outer_optimizer": outer}
-            here, seen = Rank(rank, joined, **chosen), []
-            for step in range(1, (STEPS if name == "everything" else 20) + 1):
-                if landed := here.step(step):
-                    seen.append((here.engine.outer_state_dict(), [(told(one), one.outer_grad_norm) for one in landed]))
+    # Without BatchNorm, of which a rank sees its own part of a batch.
+    cases = {name: {**case, "net": mlp, "fragments": LAYERS} for name, case in CASES.items() if name not in SKIP}
+    cases = {name: case for name, case in cases.items() if case.pop("groups") == 3}
+
+    def play(rank: int, world_size: int) -> dict[str, list[Values]]:
+        joined, found = WorkerGroups(2), dict[str, list[Values]]()
+        for name, chosen in cases.items():
+            here = Rank(rank, joined, **chosen)
+            found[name] = [here.engine.outer_state_dict() for step in range(1, 20) if here.step(step)]
             here.engine.finish()
-            assert not unlike(here.engine.outer_state_dict(), dict(here.model.named_parameters()))
-            found[name] = [*seen, (here.engine.outer_state_dict(), [])]
+            found[name] += [here.engine.outer_state_dict(), copied(here.model.named_parameters())]
         return found
 
     first, *others = run_ranks(play, 4)
-    for name, seen in first.items():
-        assert len(seen) > 4, name
-        for other in others:
-            for (values, landings), (of_other, also) in zip(seen, other[name], strict=True):
-                assert not unlike(values, of_other), name
-                assert landings == also, name
-    landed = [landing for _, landings in first["everything"] for landing in landings]
-    assert any(outlying for (_, _, _, outlying, _), _ in landed), "the guard acted"
-    assert max(norm for _, norm in landed) == pytest.approx(0.02, rel=1e-4), "of the whole fragment"
-
-
-def seldom(models: Sequence[Any], step: int) -> None:
-    for group, model in enumerate(models):
-        model.seldom += (group + 1) * (step % 16 == 15)
-
-
-def played(run: Groups, last: int, at: Sequence[int] = ()) -> dict[int, Values]:
-    """Trains up to a step; returns what there was after some steps."""
-    found = {}
-    while run.steps < last:
-        run.step(then=partial(seldom, step=run.steps + 1))
-        if run.steps in at:
-            found[run.steps] = run.seen()
-    return found
-
-
-STOPS = (7, 12, 23)
+    assert min(len(seen) for seen in first.values()) > 5
+    every = ((name, own[name]) for name in first for own in others)
+    assert [name for name, own in every for both in zip(first[name], own, strict=True) if unlike(*both)] == []
+    assert [name for name, seen in first.items() if unlike(*seen[-2:])] == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_that_is_stopped_anywhere_goes_on_as_if_it_never_stopped(name: str) -> None:
-    case = {**CASES[name], "groups": 2} if name in COMPRESSIONS else CASES[name]
-    whole, first = Groups(**case), Groups(**case)
-    at = [*STOPS, 9, 15, 17, STEPS]
-    expected, in_flight = played(whole, STEPS, at), set()
-    whole.groups.finish()
+    (run, expected, _), first, in_flight = whole(name), Groups(**CASES[name]), set()
     for stop in STOPS:
         # Taking the state changes nothing in the run that goes on.
-        assert unlike(played(first, stop, [stop])[stop], expected[stop]) == []
+        assert first.differs(expected, stop) == {}
         second = first.resumed()
         in_flight.add(len(second.engines[0].in_flight))
-        for step, values in played(second, STEPS, at).items():
-            assert unlike(values, expected[step]) == [], (stop, step)
+        assert second.differs(expected, STEPS) == {}
         second.groups.finish()
-        assert unlike(second.seen(), whole.seen()) == []
+        assert unlike(second.seen(), run.seen()) == []
     assert max(in_flight) > 0
     if name.startswith("everything"):
-        assert any(landing.outlying for landing in whole.landings), "the guard acted"
+        assert any(landing.outlying for landing in run.landings), "the guard acted"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ("pairs", "ring")])
 def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(name: str) -> None:
     for poisons in (False, True) if name == "fp4" else (False,):
         run = Groups(**CASES[name])
-        played(run, 20)
+        run.until(20)
         if poisons:  # parameters, which leave a group out, and buffers, which leave themselves out
             run.models[1][4].weight.data[0, 0] = float("nan")
             run.models[2][7].running_var[1] = float("nan")
@@ -237,9 +226,8 @@ def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(name: 
         saved = [[through_a_file(engine.state_dict())] for engine in run.engines]
         restart = restart_from(saved, Settings(**run.choices))
         run.until(run.steps + run.choices["overlap_steps"])
-        state = run.engines[0].state_dict()
         # Without the flights of now, since a group is missing.
-        landed = restart_from([[state], [None]], Settings())
+        landed = restart_from([[run.engines[0].state_dict()], [None]], Settings())
         assert restart.counts["flights_dropped"] == 0
         assert restart.counts["landings"] == landed.counts["landings"]
         assert unlike(restart.buffers, landed.buffers) == []
@@ -303,12 +291,383 @@ def test_engines_that_went_on_go_back_and_what_was_requested_before_a_stop_reach
         assert unlike(second.seen(), seen) == []
 
 
-def test_the_state_of_other_fragments_or_another_outer_optimizer_is_refused() -> None:
-    state = StreamingDiLoCo(mlp(), fragments=[["*"]]).state_dict()
-    with pytest.raises(ValueError, match="other fragments"):
-        StreamingDiLoCo(mlp(), fragments=LAYERS).load_state_dict(state)
-    # Also where its name is the same.
-    state = StreamingDiLoCo(mlp(), outer_optimizer=partial(torch.optim.SGD, lr=0.1)).state_dict()
-    other = StreamingDiLoCo(mlp(), outer_optimizer=partial(torch.optim.SGD, lr=0.2))
-    with pytest.raises(ValueError, match="another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"):
-        other.load_state_dict(state)
+# Files of one's own loop; `tests/large` resumes from them
+
+OWN: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
+
+
+def trained(rank: int, steps: int = 5, **choices: Any) -> StreamingDiLoCo:
+    here = Rank(rank, WorkerGroups(choices.pop("worker_groups", "auto")), **{**OWN, **choices})
+    for step in range(1, steps + 1):
+        here.step(step)
+    return here.engine
+
+
+def test_after_the_end_the_state_is_that_before_it_and_a_longer_run_goes_on_from_there() -> None:
+    models = [mlp(), mlp()]
+    groups, longer = SimulatedGroups(models, **OWN), SimulatedGroups([mlp(), mlp()], **OWN)
+    for step in range(1, 8):
+        for group, model in enumerate(models):
+            train_step(model, inner_optimizer("sgd", model), group, step)
+        groups.step()
+    before = [copy.deepcopy(engine.state_dict()) for engine in groups.engines]
+    assert before[0]["flights"]
+    groups.finish()
+    for engine, other, state in zip(groups.engines, longer.engines, before, strict=True):
+        other.load_state_dict(engine.state_dict())
+        assert str(engine.state_dict()) == str(state) == str(other.state_dict())
+
+
+def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now_is_refused(tmp_path: Path) -> None:
+    path, engine = tmp_path / "a.ckpt", trained(0)
+    for _ in range(2):
+        engine.save(path)
+    assert len(list((tmp_path / "a.ckpt.sdiloco").iterdir())) == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.ckpt", "a.ckpt.sdiloco"]
+    content = torch.load(path, weights_only=True)
+    assert content["state_dict"].keys() == dict(mlp().named_parameters()).keys()
+    state = engine.state_dict()
+    parts = [{key: value for key, value in state.items() if key != left} for left in ("rank", "settings")]
+    found = [
+        ("holds the state of 1 inner optimizers, and there are 0", refusal(StreamingDiLoCo(mlp(), **OWN).load, path)),
+        ("other settings: sync_every was 4, now it is 5", refusal(trained(0, 0, sync_every=5).load, path)),
+        ("There is no checkpoint", refusal(trained(0, 0).load, tmp_path / "b.ckpt")),
+        ("simulated in one", refusal(SimulatedGroups([mlp(), mlp()], **OWN).engines[1].save, path)),
+        *(("of an earlier version, which this", refusal(trained(0, 0).load_state_dict, part)) for part in parts),
+    ]
+    content["streaming_diloco"]["format"] = 1
+    torch.save(content, path)
+    found.append(("written in format 1 .* this version reads format 2 alone", refusal(trained(0, 0).load, path)))
+    assert [(words, said) for words, said in found if not re.search(words, said)] == []
+
+
+def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_path: Path) -> None:
+    def resume(rank: int, world_size: int) -> list[str]:
+        engine = trained(rank)
+        engine.save(tmp_path / "a.ckpt")
+        states = [engine.state_dict()]
+        torch.distributed.broadcast_object_list(states)  # as from a file that rank 0 wrote alone
+        refused = [refusal(trained(rank, 0, worker_groups=1).load, tmp_path / "a.ckpt")]
+        return [*refused, refusal(trained(rank, 0).load_state_dict, states[0])]
+
+    (layout, own), (also, other) = run_ranks(resume, 2)
+    assert layout == also
+    assert "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1" in layout
+    assert own == "nothing is wrong"
+    told = "rank 0 of worker group 0 (2 groups of 1), and this process is rank 0 of worker group 1 (2"
+    assert [words for words in (told, "engine.save(path)", "register_for_check") if words not in other] == []
+
+
+def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was forked by one that knows of the device could not answer."""
+
+    def asked() -> torch.Tensor:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked)
+    assert "cuda" not in random_state()
+
+
+# Rounds that start anew
+
+
+@cache
+def states(**choices: Any) -> list[list[Any]]:
+    """After 20 steps, when fragments 1, 2 and 3 are in flight, and all have momentum."""
+    run = Groups(**SHORT, **choices)
+    run.until(20)
+    return [[through_a_file(engine.state_dict())] for engine in run.engines]
+
+
+def test_flights_that_cannot_be_landed_are_dropped_and_counted_and_too_few_files_refused() -> None:
+    one, other = states()
+    # A group is missing, or the outer optimizer is another one.
+    for saved, chosen in (([[None], other], Settings()), ([one, other], None)):
+        restart = restart_from(saved, chosen)
+        assert restart.counts["flights_dropped"] == 3
+        assert all(bool(own.state) == (chosen is not None) for own in restart.parameters.values())
+    with pytest.raises(ValueError, match="No worker group has the files of all its ranks"):
+        restart_from([[one[0], None], [None, other[0]]], Settings())
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    fragments=st.sampled_from(["balanced", 4, "strided:1", [["*"]], LAYERS[::-1]]),
+    groups=st.integers(1, 3),
+    compression=st.sampled_from(sorted(COMPRESSIONS)),
+)
+def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree(
+    fragments: Any, groups: int, compression: str
+) -> None:
+    restart = restart_from(states(compression="sparse"), Settings(compression="sparse"))
+    after = Groups(groups, "sgd", fragments=fragments, compression=compression, sync_every=3, overlap_steps=1)
+    for engine in after.engines:
+        engine.restart(restart)
+        assert (engine.inner_steps, engine.steps_in_rounds) == (20, 0)
+        assert all(own["memory"] is None for own in outer_state(engine)), "what waited is forgotten"
+    for name, values in after.groups.outer_state_dict().items():
+        assert torch.equal(values.flatten(), restart.parameters[name].values)
+        assert all(torch.equal(dict(model.named_parameters())[name].detach(), values) for model in after.models)
+    for step in range(1, 8):
+        assert bool(after.step()) == (step % 3 == 1 and step > 3) or len(after.engines[0].fragments) > 1
+    first, *others = ([own["outer"] for own in outer_state(engine)] for engine in after.engines)
+    assert all(all(map(torch.equal, first, other)) for other in others)
+
+
+def test_rounds_that_start_anew_have_what_is_left_of_the_warmup_and_resume_bit_for_bit() -> None:
+    restart = restart_from(states(), Settings())
+    for warmup_steps, left in ((0, 0), (19, 0), (23, 3)):
+        whole = Groups(inner="sgd", sync_every=3, overlap_steps=1, warmup_steps=warmup_steps)
+        for engine in whole.engines:
+            engine.restart(restart)
+        warm = []
+        for _ in range(7):
+            warm.append(whole.engines[0].is_warming_up)
+            whole.step()
+        assert warm == [True] * left + [False] * (7 - left)
+        resumed = whole.resumed()
+        for run in (whole, resumed):
+            run.until(14)
+        assert unlike(resumed.seen(), whole.seen()) == []
+
+
+def test_all_buffers_travel_with_the_first_launch_after_a_restart() -> None:
+    models = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2)]
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, mixing=0.0)
+    restart = restart_from([[engine.state_dict()] for engine in groups.engines], Settings())
+    for group, (engine, model) in enumerate(zip(groups.engines, models, strict=True)):
+        engine.restart(restart)
+        model[1].running_mean.fill_(float(group))
+    groups.step()
+    groups.step()
+    assert [model[1].running_mean.tolist() for model in models] == [[0.5, 0.5]] * 2
+
+
+def joined(ranks: list[Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Outer values and momentum of whole parameters: what the ranks of one group hold, without their flights."""
+    found = restart_from([ranks, [None] * len(ranks)], Settings()).parameters
+    return {name: (own.values, own.state.get("momentum_buffer", torch.zeros(1))) for name, own in found.items()}
+
+
+# Checkpoints of fits
+
+CHECKPOINT_AT = 19  # fragments have landed before, and two are in flight
+END = CHECKPOINT_AT + 8
+CHANGES: list[tuple[dict[str, Any], str]] = [
+    ({"sync_every": 9, "compression": "fp32"}, "sync_every was 8, now it is 9; compression was 'fp4', now it is"),
+    ({"fragments": "balanced"}, "fragments was 'strided:1', now it is 'balanced'"),
+    ({"outer_optimizer": torch.optim.AdamW}, "outer_optimizer was None, now it is AdamW"),
+]
+
+
+def resumed(rank: int, world_size: int, path: Path, **choices: Any) -> Any:
+    """A fit resumed from a checkpoint, and what our loggers warned of."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_sdiloco").addHandler(handler)
+    return run_fit(rank, world_size, LIGHTNING, END, [], str(path), **choices), "".join(said)
+
+
+def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameters_with_the_flights_landed(
+    tmp_path: Path,
+) -> None:
+    callbacks = saving(LIGHTNING, tmp_path / "whole", every_n_train_steps=CHECKPOINT_AT)
+    run_processes(run_fit, 2, LIGHTNING, CHECKPOINT_AT + 2, callbacks)
+    path, gone = (tmp_path / folder / f"step={CHECKPOINT_AT}.ckpt" for folder in ("whole", "gone"))
+    shutil.copytree(path.parent, gone.parent)
+    (save_folder(gone) / "rank_00001.pt").unlink()
+    files = [torch.load(file, weights_only=True) for file in sorted(save_folder(path).glob("rank_*.pt"))]
+    assert len(files[0]["engine"]["flights"]) == 2
+    restart = restart_from([[file["engine"]] for file in files], Settings())
+    changed = {told: partial(resumed, path=path, resume="restart", **choices) for choices, told in CHANGES}
+    three = {"three": partial(resumed, path=path, groups=3), "gone": partial(resumed, path=gone, groups=3)}
+    found = fits.play(3, three) | fits.play(4, {"two": partial(resumed, path=path)}) | fits.play(2, changed)
+    for name, ranks in found.items():
+        assert all(unlike(fitted["outer"], ranks[0][0]["outer"]) == [] for fitted, _ in ranks)
+        dropped = 2 if name == "gone" or name == CHANGES[-1][1] else 0
+        assert [fitted["report"]["flights_dropped"] for fitted, _ in ranks] == [dropped] * len(ranks)
+        assert [fitted["report"]["inner_steps"] for fitted, _ in ranks] == [END] * len(ranks)
+        assert [told.count("not resumed exactly") for _, told in ranks] == [1, *[0] * (len(ranks) - 1)], "said once"
+        fresh = {"three": "2", "gone": "1, 2"}.get(name, "none")
+        said = [
+            f"Flights lost so far: {dropped}",
+            f"fresh inner optimizer: {fresh}",
+            *([name] if name in changed else []),
+        ]
+        assert [words for words in said if words not in ranks[0][1]] == []
+    for name in ("three", "two"):
+        for rank, (fitted, _) in enumerate(found[name]):
+            first, group = fitted["trace"][CHECKPOINT_AT], rank if name == "three" else rank // 2
+            for parameter, own in restart.parameters.items():
+                assert torch.equal(first[f"outer {parameter}"].flatten(), own.values)
+                assert torch.equal(first[parameter].flatten(), own.values), "the local model starts there too"
+            assert all(torch.equal(first[buffer], values) for buffer, values in restart.buffers.items())
+            inner = {key: values for key, values in first.items() if key.split()[0].isdigit()}
+            state = files[group]["optimizer_states"][0]["state"] if group < 2 else {}  # or a fresh inner optimizer
+            assert unlike(inner, {f"{i} {key}": v for i, of in state.items() for key, v in of.items()}) == []
+
+
+# Parameters that are frozen and unfrozen
+
+
+def test_a_recut_lands_flights_keeps_momentum_and_rates_and_gives_frozen_parameters_their_outer_value() -> None:
+    def run(rank: int, world_size: int) -> Values:
+        model, landings = mlp(), []
+        model[0].requires_grad_(False)
+        rates = OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.1, total_iters=100))
+        choices = {"fragments": "strided:1", "compression": "sparse", "outer_momentum": 0.9, "outer_optimizer": rates}
+        engine = StreamingDiLoCo(model, sync_every=8, overlap_steps=5, **choices)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                x, y = batch(rank, engine.inner_steps)
+                nn.functional.mse_loss(model(x), y).backward()
+                torch.optim.SGD(model.parameters(), lr=0.05).step()
+                model.zero_grad()
+                landings.extend(engine.step())
+
+        assert not engine.has_other_parameters()
+        train(20)
+        landed, in_flight = len(landings), len(engine.in_flight)
+        assert in_flight
+        model[0].requires_grad_(True)
+        model[6].requires_grad_(False)
+        model.append(nn.BatchNorm1d(3))
+        model[7].running_mean.fill_(float(rank))
+        assert engine.has_other_parameters()
+        landings.extend(engine.recut())
+        assert engine.report()["landings"] == len(landings) == landed + in_flight
+        names = {name for fragment in engine.fragments for name in fragment.names}
+        assert names == {f"{layer}.{kind}" for layer in (0, 2, 4, 7) for kind in ("weight", "bias")}
+        assert engine.steps_in_rounds == 0
+        assert all(own["memory"] is None for own in outer_state(engine)), "what waited is forgotten"
+        held = joined([engine.state_dict()])
+        assert held["2.weight"][1].any()
+        assert not held["0.weight"][1].any(), "it starts without momentum"
+        train(7)
+        assert engine.in_flight == (), "a round begins anew"
+        train(1)
+        assert engine.in_flight == (0,)
+        train(11)
+        before, after = landings[: landed + in_flight], landings[landed + in_flight :]
+        assert {landing.fragment for landing in after} == set(range(len(engine.fragments)))
+        (rate,) = {landing.outer_lr for landing in after}
+        assert rate > max(landing.outer_lr for landing in before), "new fragments have that of the others"
+        engine.finish()
+        return copied(model.state_dict())
+
+    assert unlike(*run_ranks(run, 2)) == []
+
+
+def test_what_one_rank_alone_recuts_or_what_becomes_trainable_without_it_is_refused() -> None:
+    def run(rank: int, world_size: int) -> None:
+        model = mlp()
+        engine = StreamingDiLoCo(model, fragments="balanced")
+        model[0].requires_grad_(rank == 0)
+        engine.recut()
+
+    errors = run_ranks(run, 2, expect_failure=True)
+    assert len(errors) == 2
+    assert all("The model differs between ranks: 0.weight" in message(error) for error in errors.values())
+    # At the next launch of any fragment.
+    for name in ("0.weight", "7.0.weight"):
+        model = mlp()
+        model[0].requires_grad_(False)
+        engine = StreamingDiLoCo(model, sync_every=9, overlap_steps=0, fragments=LAYERS[1:])
+        for _ in range(9):
+            engine.step()
+        assert engine.report()["launches"] == 1
+        if name == "0.weight":
+            model[0].requires_grad_(True)
+        else:
+            model.append(nn.Sequential(nn.Linear(3, 3)))
+        for _ in range(2):
+            engine.step()
+        told = rf"2 parameters .* such as '{name}'.*change what is trainable between epochs"
+        with pytest.raises(AgreementError, match=told):
+            engine.step()
+
+
+def finetuning(distribution: str) -> Any:
+    """Unfreezes the first layer at epoch 1, and freezes the last at epoch 2."""
+
+    class Finetuning(importlib.import_module(distribution).callbacks.BaseFinetuning):  # type: ignore[misc]
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.01)
+            if epoch == 2:
+                self.freeze(module.net[6])
+
+    return Finetuning()
+
+
+def finetuned(
+    rank: int, world_size: int, groups: int, distribution: str, callbacks: list[Any], path: Path | None = None
+) -> Any:
+    def make(distribution: str, seed: int) -> Any:
+        model = traced(distribution, seed, net=partial(mlp, seed))
+        model.configure_optimizers = lambda: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        return model
+
+    chosen: dict[str, Any] = {"trainer_choices": {"max_epochs": 3, "limit_train_batches": 6}}
+    chosen |= {"groups": groups, "make": make, "sync_every": 4, "overlap_steps": 2}
+    return run_fit(rank, world_size, distribution, -1, [finetuning(distribution), *callbacks], path, **chosen)
+
+
+def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resumes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """From the end of epochs and from their middle; and with other groups, which train the layer too."""
+    other, steps = "pytorch_lightning", (6, 9)
+    ranks = run_processes(finetuned, 4, 2, other, saving(other, tmp_path, every_n_train_steps=3))
+    for fitted in ranks:
+        assert {name.split(".")[1] for name in fitted["outer"]} == {"0", "2", "4"}
+        assert unlike(fitted["model"], ranks[0]["model"]) == []
+        starts = fitted["trace"]
+        assert torch.equal(starts[0]["net.0.weight"], starts[5]["net.0.weight"]), "frozen in the first epoch"
+        assert not torch.equal(starts[7]["net.0.weight"], starts[11]["net.0.weight"]), "trained in the second"
+    # The unfrozen layer is in DistributedDataParallel too: the ranks of a group hold the same local values.
+    for step in range(18):
+        one, two = ({n: v for n, v in of["trace"][step].items() if n.startswith("net.")} for of in ranks[:2])
+        assert unlike(one, two) == []
+
+    def resume(rank: int, world_size: int) -> list[Any]:
+        return [finetuned(rank, 4, 2, other, [], tmp_path / f"step={step}.ckpt") for step in steps]
+
+    for resumed, whole in zip(run_processes(resume, 4), ranks, strict=True):
+        for step, one in zip(steps, resumed, strict=True):
+            assert sorted(one["trace"]) == list(range(step, 18))
+            assert [at for at, values in one["trace"].items() if unlike(values, whole["trace"][at])] == []
+            assert unlike(one["model"], whole["model"]) == []
+    ranks = run_processes(finetuned, 3, 3, other, [], tmp_path / "step=9.ckpt")
+    for fitted in ranks:
+        starts = fitted["trace"]
+        assert not torch.equal(starts[10]["net.0.weight"], starts[11]["net.0.weight"])
+        assert unlike(fitted["outer"], ranks[0]["outer"]) == []
+
+
+def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
+    class Once(StatefulBatches):
+        def __len__(self) -> int:
+            raise TypeError("unknown")
+
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            yield from super().__iter__()
+            self.length = 0
+
+    def fit(rank: int, world_size: int) -> Any:
+        strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
+        trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)])
+        loader = Once(rank, 0, 1, length=10) if rank else StatefulBatches(rank, 0, 1, length=100)
+        trainer.fit(fits.module(seed=rank), loader)
+        return strategy.outer_state_dict(), strategy.report()["inner_steps"]
+
+    (outer, steps), (other, other_steps) = run_processes(fit, 2)
+    assert unlike(other, outer) == []
+    assert steps == other_steps
+    assert "net.0.weight" in outer

@@ -8,7 +8,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,15 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_sdiloco import (
-    AgreementError,
-    ExchangeError,
-    Landing,
-    StreamingDiLoCoStrategy,
-    WorkerGroups,
-)
+from lightning_sdiloco import AgreementError, ExchangeError, Landing, StreamingDiLoCoStrategy, WorkerGroups
 from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.lightning_pytorch import _Launcher
 from tests import fits
-from tests.engine.groups import Groups, Rank, unlike
+from tests.engine.groups import Groups, Rank, message, unlike
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
-from tests.training import LAYERS, batch, mlp
+from tests.training import LAYERS, mlp
 
 NAN = float("nan")
 ONE: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [["*"]]}
@@ -73,15 +66,13 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression:
         assert run.is_finite()
     # The mean is that of the groups that count, and a group that recovers keeps what was finite.
     choices = {**ONE, "mixing": 0.0, "exchange": "gather", "compression": compression}
-    for own, poisoned in ((three := Run(3, **choices), (2,)), (two := Run(2, **choices), ())):
-        own.until(3)
-        own.poisoned(*poisoned)
-    assert unlike(three.groups.outer_state_dict(), two.groups.outer_state_dict()) == []
-    runs = [Run(sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
-    for run, poisoned in zip(runs, ((1,), ()), strict=True):
+    runs = [Run(3, **choices), Run(2, **choices)]
+    runs += [Run(sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
+    for run, poisoned in zip(runs, ((2,), (), (1,), ()), strict=True):
         run.until(3)
         run.poisoned(*poisoned)
-    assert unlike(*(run.models[1].state_dict() for run in runs)) == ["0.weight", "0.bias"]
+    assert unlike(*(run.groups.outer_state_dict() for run in runs[:2])) == []
+    assert unlike(*(run.models[1].state_dict() for run in runs[2:])) == ["0.weight", "0.bias"]
 
 
 def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_all_groups_at_once() -> None:
@@ -134,36 +125,34 @@ def statistics(model: Any) -> Tensor:
     return torch.stack([model[7].running_mean, model[7].running_var])
 
 
-def shown(run: Run, group: int) -> Tensor:
-    with run.engines[group].evaluate():
+def shown(run: Run, group: int, mean: Any = None) -> Tensor:
+    with run.engines[group].evaluate(mean):
         return statistics(run.models[group]).clone()
 
 
-@pytest.mark.parametrize("mixing", [0.0, 1.0])
 def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_model(
-    mixing: float, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    run = with_buffers(3, overlap_steps=1, mixing=mixing)
-    run.until(3)
-    run.step(then=lambda models: models[1][7].running_var[1].fill_(NAN))
-    sent = [statistics(model).clone() for model in run.models]
-    assert [landing.left_out for landing in run.step()] == [()], "what was trained counts"
-    means = shown(run, 0)
-    torch.testing.assert_close(means[0], sum(sent[1:], sent[0])[0] / 3)
-    torch.testing.assert_close(means[1], (sent[0] + sent[2])[1] / 2)
-    assert all(torch.equal(shown(run, group), means) for group in (1, 2))
-    assert torch.equal(run.models[1][7].running_var, means[1])
-    assert all(bool(statistics(model).isfinite().all()) for model in run.models)
-    run.until(12)
-    run.groups.finish()
-    assert all(model.mask.tolist() == [float("-inf"), 0.0] for model in run.models)
-    assert all(torch.equal(statistics(model), statistics(run.models[0])) for model in run.models)
-    told = [record.message for record in caplog.records if "left out of the mean" in record.message]
-    assert len(told) == 1
-    assert "'7.running_var' of worker group 1." in told[0]
-
-
-def test_means_of_buffers_are_over_those_that_are_finite_and_without_any_they_stay() -> None:
+    for mixing in (0.0, 1.0):
+        caplog.clear()
+        run = with_buffers(3, overlap_steps=1, mixing=mixing)
+        run.until(3)
+        run.step(then=lambda models: models[1][7].running_var[1].fill_(NAN))
+        sent = [statistics(model).clone() for model in run.models]
+        assert [landing.left_out for landing in run.step()] == [()], "what was trained counts"
+        means = shown(run, 0)
+        torch.testing.assert_close(means[0], sum(sent[1:], sent[0])[0] / 3)
+        torch.testing.assert_close(means[1], (sent[0] + sent[2])[1] / 2)
+        assert all(torch.equal(shown(run, group), means) for group in (1, 2))
+        assert torch.equal(run.models[1][7].running_var, means[1])
+        assert all(bool(statistics(model).isfinite().all()) for model in run.models)
+        run.until(12)
+        run.groups.finish()
+        assert all(model.mask.tolist() == [float("-inf"), 0.0] for model in run.models)
+        assert all(torch.equal(statistics(model), statistics(run.models[0])) for model in run.models)
+        (told,) = (record.message for record in caplog.records if "left out of the mean" in record.message)
+        assert "'7.running_var' of worker group 1." in told
+    # Where no group has a finite value the outer one stays; the means of an evaluation and of the end leave it out too.
     run = with_buffers(2)
     run.until(7)
     before = shown(run, 0)
@@ -177,46 +166,36 @@ def test_means_of_buffers_are_over_those_that_are_finite_and_without_any_they_st
         expected = run.models[1][7].running_var.clone()
         if finishes:
             run.groups.finish()
-            assert torch.equal(run.models[0][7].running_var, expected)
-        else:
-            with run.engines[1].evaluate(run.groups.group_mean()):
-                assert torch.equal(run.models[1][7].running_var, expected)
+        found = run.models[0][7].running_var if finishes else shown(run, 1, run.groups.group_mean())[1]
+        assert torch.equal(found, expected)
 
 
 # Groups that do not answer, or that die
 
 
-def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> str:
-    """A training in which the ranks of the last group stop after a launch; returns how it ends."""
+def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> None:
+    """A training in which the ranks of the last group stop after a launch."""
     # Only a flight has little time: on a busy machine everything else, DDP's gradients too, may take longer.
     joined = WorkerGroups(groups, timeout=timedelta(seconds=30))
     choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": [["0.*"], ["[246].*"]]}
     here = Rank(rank, joined, "sgd", **choices, timeout=timedelta(seconds=1.5))
-    try:
-        for step in range(1, 40):
-            if step == 9 and joined.group_index == groups - 1:
-                if not stalls:
-                    os._exit(3)
-                time.sleep(3.5)
-            here.step(step)
-    except (ExchangeError, RuntimeError) as error:
-        return str(error)
-    raise AssertionError("it did not end")
+    for step in range(1, 40):
+        if step == 9 and joined.group_index == groups - 1:
+            if not stalls:
+                os._exit(3)
+            time.sleep(3.5)
+        here.step(step)
 
 
-def test_a_group_that_does_not_answer_ends_the_run_everywhere_and_is_named() -> None:
-    for error in run_ranks(stopping, 4, 2, True)[:2]:
+def test_a_group_that_does_not_answer_or_dies_ends_the_run_everywhere_and_is_named() -> None:
+    errors = run_ranks(stopping, 4, 2, True, expect_failure=True)
+    assert sorted(errors) == [0, 1, 2, 3]
+    for rank in range(2):
         for words in ("worker group 1 did not answer", "fragment 1, launched after inner step 12", "raise timeout"):
-            assert words in error
-
-
-def test_a_group_that_dies_ends_the_run_everywhere_and_is_named() -> None:
-    def ends(rank: int, world_size: int) -> None:
-        raise RuntimeError(stopping(rank, world_size, 3, False))
-
-    errors = run_ranks(ends, 3, expect_failure=True)
+            assert words in message(errors[rank])
+    errors = run_ranks(stopping, 3, 3, False, expect_failure=True)
     told = r"worker group (\d) went away \(rank \1: .* while fragment [01], launched after inner step (8|12), was in"
-    named = [re.search(told, errors[rank]) for rank in range(2)]
+    named = [re.search(told, message(errors[rank])) for rank in range(2)]
     # A rank that learns of it late may find another one gone for the same reason first.
     assert "2" in [match and match[1] for match in named]
     assert None not in named
@@ -279,87 +258,48 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(monkeypatch: py
 TIMEOUT = 2.0  # ranks that start later than this would fail before
 
 
-def failing(distribution: str, where: str) -> Any:
-    """A module to which something happens in one place, such as ``"an error in validation_step"``."""
-    base = type(fits.module(distribution))
-    what, _, at = where.partition(" in ")
-
-    def act(place: str) -> None:
-        if not at or place != at:
-            return
-        if what == "an error":
-            raise ArithmeticError(f"boom in {place}")
-        if what == "a pause":
-            time.sleep(2 * TIMEOUT)
-        else:
-            os.kill(os.getpid(), signal.SIGKILL if what == "a kill" else signal.SIGINT)
-
-    class Failing(base):  # type: ignore[misc, valid-type]
-        def on_train_epoch_start(self) -> None:
-            act("on_train_epoch_start")
-            self.trainer.strategy.barrier("here")
-
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            act("training_step" if index == 5 else "")
-            return super().training_step(parts, index)
-
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            act("" if self.trainer.sanity_checking else "validation_step")
-            self.log("loss", super().training_step(parts, index), sync_dist=True)
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            act("on_save_checkpoint")
-
-    return Failing()
-
-
-class Batches(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
-    """Batches of a group, of which one perhaps cannot be loaded."""
-
-    def __init__(self, group: int, is_failing: bool = False) -> None:
-        self.group, self.is_failing = group, is_failing
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for step in range(1000):
-            if self.is_failing and step == 5:
-                raise ArithmeticError("boom in the data")
-            yield batch(self.group, step)
+def act(what: str, place: str) -> None:
+    if what == "an error":
+        raise ArithmeticError(f"boom in {place}")
+    if what == "a pause":
+        time.sleep(2 * TIMEOUT)
+    elif what:
+        os.kill(os.getpid(), signal.SIGKILL if what == "a kill" else signal.SIGINT)
 
 
 def fitted(
-    folder: Path, world_size: int, where: str, failing_rank: int, distribution: str = LIGHTNING, groups: int = 2
+    folder: Path, world_size: int, failing_rank: int, what: str, place: str, other: str = LIGHTNING, groups: int = 2
 ) -> Any:
-    """By rank, the error with which a fit ended and what was said of it; with a kill, the texts of errors."""
-    is_kill, is_pause, from_data = (where.startswith("a kill"), where.startswith("a pause"), where.endswith("the data"))
+    """By rank, the error with which a fit ended in which a rank fails, and what was said; of a kill, by those left."""
 
     def run(rank: int, world_size: int) -> tuple[str, str]:
         said: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("lightning_sdiloco").addHandler(handler)
-        choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "fragments": [["*"]]}
-        choices["timeout"] = timedelta(seconds=TIMEOUT if is_pause else 20)
-        trainer = fits.trainer(
-            distribution,
-            strategy=fits.strategy(distribution, worker_groups=groups, **choices),
-            devices=world_size,
-            max_steps=40,
-            enable_checkpointing=where.endswith("on_save_checkpoint"),
-            val_check_interval=4,
-            limit_val_batches=2,
-            default_root_dir=folder,
-        )
-        fails = rank == failing_rank
-        train = DataLoader(Batches(rank // (world_size // 2), fails and from_data), None, num_workers=int(from_data))
+
+        def hook(self: Any, *given: Any) -> Any:
+            if place != "training_step" or given[1] == 5:
+                act(what if rank == failing_rank else "", place)
+            if place == "on_train_epoch_start":
+                self.trainer.strategy.barrier("here")
+            return self.loss(given[0]) if place == "training_step" else None
+
+        timeout = timedelta(seconds=TIMEOUT if what == "a pause" else 20)
+        strategy = fits.strategy(other, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout)
+        saves = {"enable_checkpointing": place == "on_save_checkpoint", "default_root_dir": folder}
+        trainer = fits.trainer(other, strategy=strategy, devices=world_size, max_steps=40, **saves)
+        data = DataLoader(fits.Batches(rank // (world_size // 2), 0, 1), batch_size=None)
         try:
-            trainer.fit(failing(distribution, where if fails else ""), train, DataLoader(Batches(0), None))
+            trainer.fit(fits.module(other, **{place: hook}), data)
         except BaseException as caught:
-            error = "".join((traceback.format_exception if is_pause else traceback.format_exception_only)(caught))
-        if is_kill:
+            cause = str(caught.__cause__) if what == "a pause" else ""
+            error = "".join(traceback.format_exception_only(caught)) + cause
+        if what == "a kill":
             raise RuntimeError(f"{error}\n{said}")
         return error, "\n".join(said)
 
-    return run_processes(run, world_size, timeout=40, expect_failure=is_kill)
+    return run_processes(run, world_size, timeout=40, expect_failure=what == "a kill")
 
 
 GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
@@ -368,17 +308,15 @@ GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its outp
 @pytest.mark.parametrize(
     ("world_size", "failing_rank", "place", "distribution"),
     [
-        (4, 3, "training_step", LIGHTNING),
-        (4, 1, "validation_step", "pytorch_lightning"),
+        (4, 3, "training_step", "pytorch_lightning"),
         (2, 1, "on_save_checkpoint", LIGHTNING),
-        (2, 1, "the data", LIGHTNING),
         (2, 0, "training_step", LIGHTNING),
     ],
 )
 def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
     world_size: int, failing_rank: int, place: str, distribution: str, tmp_path: Path
 ) -> None:
-    ranks = fitted(tmp_path, world_size, f"an error in {place}", failing_rank, distribution)
+    ranks = fitted(tmp_path, world_size, failing_rank, "an error", place, distribution)
     error, said = ranks.pop(failing_rank)
     assert f"boom in {place}" in error
     assert "failed first" not in said
@@ -391,29 +329,22 @@ def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
 
 
 def test_an_interrupt_of_one_rank_ends_all_and_its_rank_is_named_and_of_a_kill_nobody_is(tmp_path: Path) -> None:
-    (error, said), (interrupted, _) = fitted(tmp_path, 2, "an interrupt in training_step", 1)
+    (error, said), (interrupted, _) = fitted(tmp_path, 2, 1, "an interrupt", "training_step")
     assert interrupted.strip() == "SystemExit: 1"
     assert "ExchangeError" in error or "RuntimeError" in error
     assert "Rank 1 (worker group 1) failed first: KeyboardInterrupt" in said
-    errors = fitted(tmp_path, 4, "a kill in training_step", 3)
+    errors = fitted(tmp_path, 4, 3, "a kill", "training_step")
     for rank in range(3):
-        assert "failed first:" not in errors[rank]
+        assert "failed first:" not in message(errors[rank])
         assert re.search("lost contact|" + GONE, errors[rank])
 
 
-@pytest.mark.parametrize(
-    ("groups", "where", "told"),
-    [
-        (1, "a pause in training_step", ""),
-        (2, "a pause in on_train_epoch_start", "This rank, of worker group 0, waited for all others at ('here',)"),
-    ],
-)
-def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
-    groups: int, where: str, told: str, tmp_path: Path
-) -> None:
-    (error, _), _ = fitted(tmp_path, 2, where, 1, groups=groups)
+def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(tmp_path: Path) -> None:
+    (error, _), _ = fitted(tmp_path, 2, 1, "a pause", "training_step", groups=1)
     assert "Timed out waiting 2000ms" in error
-    assert told in error
+    (error, _), _ = fitted(tmp_path, 2, 1, "a pause", "on_train_epoch_start")
+    assert "Timed out waiting 2000ms" in error
+    assert "This rank, of worker group 0, waited for all others at ('here',)" in error
 
 
 def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_keeps_nobody_from_ending() -> None:

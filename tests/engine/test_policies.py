@@ -1,31 +1,41 @@
-"""Policies: what decides when fragments launch, how much groups count, and how they land; their rules and refusals.
+"""Policies: what decides when fragments launch, how much groups count, and how they land; and choices that are refused.
 
 That an engine follows them, `test_reference` and `test_every_way` show.
 """
 
+import copy
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf, sqrt
-from statistics import pstdev
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
+import torch
 from hypothesis import given
-from torch import Tensor, nn
+from torch import Tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
 from lightning_sdiloco import (
     Carry,
     Control,
     Count,
+    FastestPairs,
     Federation,
     Heard,
     LandingRule,
     LaunchSchedule,
     OuterOptimizer,
+    RandomPairs,
+    Ring,
+    Route,
     Schedule,
     Selective,
+    SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoStrategy,
     TwoShot,
@@ -34,7 +44,11 @@ from lightning_sdiloco import (
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.schedule import Every
 from lightning_sdiloco.algorithm.weighting import Aggregation
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests.methods import ByMedian, ByNorm, ZScore
+from tests.ranks import run_ranks
+from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 
 def said(norm: float = 1.0, weight: int = 100, finite: bool = True) -> Control:
@@ -143,10 +157,6 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     ):
         state = {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, rate]]}
         assert Selective().heard(state, Heard(0, 20, counted, norms, trained))["stride"] == [stride]
-    for wrong in ({"threshold": -1}, {"most": 0}, {"most": 1.5}):
-        ((name, value),) = wrong.items()
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            Selective(**wrong)  # type: ignore[arg-type]
 
 
 # How much groups count
@@ -161,16 +171,6 @@ def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighin
     # A norm may overflow where every value is finite.
     for overflown in ([said(inf)] * 2 + controls[:1] * 2, [said(inf)] * 4):
         assert all(factor >= 0 for factor in weighing.count(overflown, state).factors.values())
-
-
-@given(norms=st.lists(st.floats(0.5, 2.0), min_size=2, max_size=30))
-def test_until_its_warmup_a_z_score_knows_the_plain_mean_and_deviation(norms: list[float]) -> None:
-    weighing, state = ZScore(alpha=1e-6, warmup=1000), [[0, 0.0, 0.0]]
-    for norm in norms:
-        state = weighing.heard([said(norm)], state)
-    count, mean, variance = state[0]
-    assert (count, mean) == (len(norms), pytest.approx(sum(norms) / len(norms)))
-    assert sqrt(max(0.0, variance)) == pytest.approx(pstdev(norms), rel=1e-6, abs=1e-6)
 
 
 def test_z_scores_leave_out_what_is_unusual_and_accept_what_lasts() -> None:
@@ -190,37 +190,152 @@ class NoDataclass(LaunchSchedule):
     start = due = heard = lambda self, *told: ()  # type: ignore[assignment]
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    for choices, told in (
-        ({"schedule": 3}, "schedule=3 is no LaunchSchedule"),
-        ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
-        ({"schedule": NoDataclass()}, "frozen dataclass"),
-        ({"weighing": ByNorm(), "outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "together with clip_norm"),
-        ({"weighing": ZScore(), "outer_optimizer": OuterOptimizer(outlier_guard=5.0)}, "together with outlier_guard"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            StreamingDiLoCo(nn.Linear(2, 2), **choices)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"schedule=Selective.* does not go with overlap_steps='auto'"):
-        StreamingDiLoCoStrategy(schedule=Selective(), overlap_steps="auto")
+class Halves(Route):
+    def legs(self, number: int, groups: int) -> Sequence[tuple[int, ...]]:
+        return ((0,),)
 
 
-def test_a_federation_refuses_them_by_name() -> None:
+class Halving(StepLR):
+    """Needs to be told something at every step."""
+
+    def step(self, loss: float | None = None) -> None:  # type: ignore[override]
+        if loss is None and self._step_count:
+            raise TypeError("tell the loss")
+        super().step()
+
+
+def scheduled(schedule: Any) -> dict[str, Any]:
+    return {"outer_optimizer": OuterOptimizer(lr_schedule=schedule)}
+
+
+GUARD, CLIP = ({"outer_optimizer": OuterOptimizer(**{key: 5.0})} for key in ("outlier_guard", "clip_norm"))
+KEPT = Threshold(1 / 16, Int2(), every=3)
+TWO_SHOT = {"exchange": "two_shot"}
+SCHEDULE = "^outer_optimizer.lr_schedule .*"
+CHOICES: list[tuple[dict[str, Any], str]] = [
+    ({"schedule": 3}, "schedule=3 is no LaunchSchedule"),
+    ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
+    ({"schedule": NoDataclass()}, "frozen dataclass"),
+    ({"weighing": ByNorm(), **CLIP}, "together with clip_norm"),
+    ({"weighing": ZScore(), **GUARD}, "together with outlier_guard"),
+    (scheduled(ReduceLROnPlateau), SCHEDULE + "made a ReduceLROnPlateau, which needs a metric"),
+    (scheduled(partial(Halving, step_size=3)), SCHEDULE + "a Halving, which cannot be stepped by the count .*: tell"),
+    (scheduled(lambda optimizer: 0.5), SCHEDULE + "made a float, which is no torch.optim.lr_scheduler.LRScheduler"),
+    (scheduled(lambda _: StepLR(SGD([torch.zeros(1)], lr=0.1), 3)), SCHEDULE + "a StepLR, which schedules another opt"),
+    (scheduled(CosineAnnealingLR), SCHEDULE + "could not make a scheduler .*T_max.*functools.partial"),
+    (scheduled(lambda _: {}["rounds"]), SCHEDULE + "could not make a scheduler of the outer optimizer: 'rounds'"),
+    ({"compression": ByLink(), **TWO_SHOT}, "exchange='two_shot' was given with compression=ByLink.*differ in length"),
+    ({"compression": ByLink(["fp5"])}, "compression='fp5' is not known"),
+    ({"compression": ByLink(["fp4", "threshold"])}, "lengths that are not known beforehand"),
+    ({"compression": ErrorFeedback(KEPT), **TWO_SHOT}, "exchange='two_shot' was given with compression=ErrorFeedback"),
+    ({"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders")), **TWO_SHOT}, "'two_shot' .*=ErrorFeedback"),
+]
+FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
+    ({"route": 3}, "route=3 is no Route"),
+    ({"route": Halves()}, "frozen dataclass"),
+    (TWO_SHOT, "exchange='two_shot' does not go with route"),
+    ({"schedule": Selective()}, "schedule=.* does not go with route"),
+    ({"weighing": ByNorm()}, "weighing=.* does not go with route"),
+    (GUARD, "outlier_guard=5.0 does not go with route"),
+    (CLIP, "clip_norm=5.0 does not go with route"),
+    ({"compression": "fp4"}, "loses"),
+    ({"compression": "sparse"}, "must send each other the same values"),
+    ({"route": Ring(), "outer_lr": 0.4}, "momentum takes the place of an outer step"),
+    ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, and there are 5"),
+]
+FOR_SITES: list[tuple[str, Any]] = [
+    *(("schedule", one) for one in (Selective(), Rarer())),
+    *(("weighing", one) for one in (ByNorm(), ZScore(), ByMedian(), Loudest())),
+    *(("mixing", one) for one in (Carry(), DelayCompensation())),
+    ("exchange", TwoShot([1.0])),
+    ("route", RandomPairs()),
+]
+ALONE: list[tuple[Callable[..., Any], str, Any]] = [
+    *((FastestPairs, *own) for own in (("window", 1), ("speeds", (1.0, 0.0)), ("speeds", ((1.0, 2.0), (1.0,))))),
+    *((ByLink, *own) for own in (("menu", ()), ("menu", "fp4"), ("within", 0.0), ("within", "launch"))),
+    *((Selective, *own) for own in (("threshold", -1), ("most", 0), ("most", 1.5))),
+]
+
+
+def refusal(make: Callable[..., Any], *given: Any, **choices: Any) -> str:
+    try:
+        make(*given, **choices)
+    except ValueError as error:
+        return str(error)
+    return "nothing is wrong"
+
+
+def test_what_cannot_be_or_does_not_go_together_is_refused_by_name() -> None:
+    of_group = partial(refusal, SimulatedGroups, [mlp() for _ in range(5)])
+    found = [(words, of_group(**choices)) for choices, words in CHOICES]
+    found += [(words, of_group(**{"route": RandomPairs(), "compression": "fp32", **own})) for own, words in FOR_ROUTES]
+    found.append(("fewer than 4", refusal(SimulatedGroups, [mlp()] * 3, route=Ring(), compression="fp32")))
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
-    policies: list[tuple[str, Any]] = [
-        *(("schedule", one) for one in (Selective(), Rarer())),
-        *(("weighing", one) for one in (ByNorm(), ZScore(), ByMedian(), Loudest())),
-        *(("mixing", one) for one in (Carry(), DelayCompensation())),
-        ("exchange", TwoShot([1.0])),
+    for name, one in FOR_SITES:
+        said = refusal(StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one})
+        found.append((f"{name}=.* does not go with a federation", said))
+    for make, name, value in ALONE:
+        found.append((re.escape(f"{name}=") if make is not FastestPairs else name, refusal(make, **{name: value})))
+    found.append(("lengths that are not known beforehand", refusal(ByLink, [KEPT])))
+    auto = refusal(StreamingDiLoCoStrategy, route=RandomPairs(), sync_every="auto", compression="fp32")
+    found.append(("route=.* does not go with sync_every='auto'", auto))
+    auto = refusal(StreamingDiLoCoStrategy, schedule=Selective(), overlap_steps="auto")
+    found.append(("schedule=Selective.* does not go with overlap_steps='auto'", auto))
+    topology = Topology()
+    topology.exchange.learns_sizes = False
+    for code in (ByLink(), "threshold+memory"):
+        said = refusal(StreamingDiLoCo, mlp(), topology=replace(topology), compression=code)
+        found.append((r"exchange='\.\.\.:nccl'", said))
+    assert [(words, said) for words, said in found if not re.search(words, said)] == []
+
+
+def test_schedules_that_differ_between_ranks_are_refused() -> None:
+    def times(factor: float) -> Any:
+        return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: factor)
+
+    differing: list[tuple[list[Any], str]] = [
+        ([None, partial(StepLR, step_size=3)], "differ between ranks: outer_optimizer.lr_schedule is None on rank 0"),
+        ([partial(StepLR, step_size=step) for step in (300, 301)], r"lr_schedule is StepLR \(0.4, 0.4, "),
+        ([times(0.5), times(0.25)], r"lr_schedule is LambdaLR \(0.2, 0.2, 0.2, 0.2, ...; 1000 rounds: "),
+        ([times(0.5), times(0.5)], "nothing is wrong"),  # at different addresses
     ]
-    for name, policy in policies:
-        with pytest.raises(ValueError, match=rf"{name}=.* does not go with a federation"):
-            StreamingDiLoCo(nn.Linear(2, 2), federation=federation, **{name: policy})
+
+    def refusals(rank: int, world_size: int) -> list[str]:
+        return [refusal(StreamingDiLoCo, mlp(), outer_lr=0.4, **scheduled(own[rank])) for own, _ in differing]
+
+    for texts in run_ranks(refusals, 2):
+        assert [text for text, (_, told) in zip(texts, differing, strict=True) if not re.search(told, text)] == []
 
 
-def test_a_checkpoint_with_a_policy_is_refused_without_it_and_the_other_way_round() -> None:
+def test_the_state_of_other_fragments_policies_or_outer_optimizers_is_refused() -> None:
+    was = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
+    cosine = {rounds: scheduled(partial(CosineAnnealingLR, T_max=rounds)) for rounds in (50, 60)}
+    sgd: dict[float, Any] = {lr: {"outer_optimizer": partial(SGD, lr=lr)} for lr in (0.1, 0.2)}  # of one name
+    made: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"fragments": [["*"]]}, {}, "other fragments"),
+        (sgd[0.1], sgd[0.2], "another outer_optimizer: it was SGD.*'lr': 0.1.*now it is SGD.*'lr': 0.2"),
+        (cosine[50], cosine[60], was),
+        (cosine[50], scheduled(None), was),
+        (cosine[50], scheduled(partial(CosineAnnealingLR, T_max=50)), "nothing is wrong"),
+    ]
+    for before, now, told in made:
+        state = StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **before}).state_dict()
+        assert re.search(told, refusal(StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **now}).load_state_dict, state))
     plain, selective = Settings().chosen_for(2), Settings(schedule=Selective(), mixing=Carry()).chosen_for(2)
-    saved, now = selective.fixed_by_a_checkpoint(), plain.fixed_by_a_checkpoint()
-    assert "schedule was Selective" in " ".join(Settings.differences(saved, now))
-    assert "schedule was None" in " ".join(Settings.differences(now, saved))
+    saved, now_ = selective.fixed_by_a_checkpoint(), plain.fixed_by_a_checkpoint()
+    assert "schedule was Selective" in " ".join(Settings.differences(saved, now_))
+    assert "schedule was None" in " ".join(Settings.differences(now_, saved))
     assert not Settings.differences(saved, saved)
     assert "mixing was Carry()" in " ".join(Settings.differences(saved, Settings().taken_from(saved).described()))
+
+
+def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> None:
+    """What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors."""
+    models = [mlp() for _ in range(2)]
+    optimizers = [inner_optimizer("adamw", model) for model in models]
+    train_step(models[0], optimizers[0], 0, 1)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    inner: list[list[torch.optim.Optimizer]] = [[one] for one in optimizers]
+    assert "groups 0 and 1 share tensors of their state" in refusal(SimulatedGroups, models, inner)
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    SimulatedGroups(models, inner)

@@ -1,7 +1,6 @@
 """Algorithm 2 in plain loops against answers that are known without it, and the engine against those loops."""
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from functools import partial
 from math import exp, inf
 from statistics import median
@@ -14,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import Carry, OuterOptimizer, Selective, SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import Carry, OuterOptimizer, Selective, WorkerGroups
 from tests import reference
-from tests.engine.groups import Groups, Values, by_a_plain_loop, copied, grouped, never, once, unlike
-from tests.fits import LIGHTNING, fit
+from tests.engine.groups import Groups, Rank, Values, copied, grouped, unlike
 from tests.methods import ByMedian, ByNorm, ZScore
-from tests.ranks import run_processes, run_ranks
+from tests.ranks import run_ranks
 from tests.reference import Result, outer_step, run
 from tests.training import batch, inner_optimizer, mlp, train_step
 
@@ -30,25 +28,6 @@ def by_loops(inner: str, groups: int, steps: int, fragments: list[list[str]], **
     optimizers = [inner_optimizer(inner, model) for model in models]
     names = [[f"{pattern[0]}.{kind}" for pattern in group for kind in ("weight", "bias")] for group in fragments]
     return run(models, optimizers, batch, nn.functional.mse_loss, fragments=names, steps=steps, **choices)
-
-
-def by_engine(
-    inner: str,
-    groups: int,
-    steps: int,
-    idle: Callable[[int, int], bool] = never,
-    micro_batches: Callable[[int, int], int] = once,
-    **choices: Any,
-) -> tuple[list[Values], list[list[Values]], list[Any]]:
-    """Trains it by the engine: outer parameters after every step and at the end, local ones, and the models."""
-    choices = {"compression": "fp32", "idle": idle, "micro_batches": micro_batches, **choices}
-    trained, outers, locals_ = Groups(groups, inner, **choices), [], []
-    for _ in range(steps):
-        trained.step()
-        outers.append(trained.groups.outer_state_dict())
-        locals_.append([copied(model.named_parameters()) for model in trained.models])
-    trained.groups.finish()
-    return [*outers, trained.groups.outer_state_dict()], locals_, trained.models
 
 
 def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
@@ -65,60 +44,65 @@ def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
         torch.testing.assert_close(actual[name], values, rtol=1e-6, atol=atol)
 
 
-def assert_follows(outers: list[Values], models: list[Any], expected: Result, outer_steps: int) -> None:
-    """Compares the outer parameters after every inner step and at the end, which the models hold too."""
-    for actual, outer in zip(outers, [*expected.outers, expected.outer], strict=True):
-        assert_same(actual, outer, outer_steps)
-    for model in models:
-        assert_same(dict(model.named_parameters()), expected.outer, outer_steps)
+def followed(inner: str, groups: int, steps: int, loops: dict[str, Any], own: dict[str, Any], most: int) -> Result:
+    """Trains by the loops and by the engine, and compares outer parameters after every step and all of the end."""
+    expected, trained = by_loops(inner, groups, steps, **loops), Groups(groups, inner, compression="fp32", **own)
+    for outer in expected.outers:
+        trained.step()
+        assert_same(trained.groups.outer_state_dict(), outer, most)
+    trained.groups.finish()
+    for values in (trained.groups.outer_state_dict(), *(dict(model.named_parameters()) for model in trained.models)):
+        assert_same(values, expected.outer, most)
+    return expected
 
 
-# Answers that are known, for the loops and for the engine
+# Answers that are known, for the loops
 
 PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "overlap_steps": 0}
 
 
-def by_both(*run: Any, **choices: Any) -> list[tuple[list[Values], list[list[Values]]]]:
-    loops = by_loops(*run, **choices)
-    return [([*loops.outers, loops.outer], loops.locals), by_engine(*run, **choices)[:2]]
+def alone(inner: str, group: int, steps: int) -> list[Values]:
+    """The parameters after every step of training without any exchange."""
+    model, seen = mlp(), []
+    optimizer = inner_optimizer(inner, model)
+    for step in range(1, steps + 1):
+        train_step(model, optimizer, group, step)
+        seen.append(copied(model.named_parameters()))
+    return seen
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_an_exchange_in_every_step_is_data_parallel_sgd(groups: int) -> None:
-    for outers, locals_ in by_both("sgd", groups, 6, fragments=grouped(2), sync_every=1, **PLAIN):
-        model = mlp()
+def test_an_exchange_in_every_step_is_data_parallel_sgd_and_none_is_independent_training() -> None:
+    for groups in (1, 3):
+        loops, model = by_loops("sgd", groups, 6, grouped(2), sync_every=1, **PLAIN), mlp()
         optimizer = inner_optimizer("sgd", model)
         for step in range(1, 7):
             losses = [nn.functional.mse_loss(model(x), y) for x, y in (batch(m, step) for m in range(groups))]
             optimizer.zero_grad()
             torch.stack(losses).mean().backward()
             optimizer.step()
-            for seen in (outers[step - 1], *locals_[step - 1]):
+            for seen in (loops.outers[step - 1], *loops.locals[step - 1]):
                 torch.testing.assert_close(seen, copied(model.named_parameters()), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("inner", ["sgd", "adamw"])
-def test_keeping_all_of_the_local_parameters_is_independent_training_and_so_is_one_group(inner: str) -> None:
     keeping = {"sync_every": 4, "overlap_steps": 1, "mixing": 1.0, "outer_lr": 0.7, "outer_momentum": 0.9}
-    for _, locals_ in by_both(inner, 2, 12, fragments=grouped(2), **keeping):
+    for inner in ("sgd", "adamw"):
+        loops = by_loops(inner, 2, 12, grouped(2), **keeping)
         for group in range(2):
-            alone = by_a_plain_loop(inner, group, 12)
-            assert [unlike(one[group], own) for one, own in zip(locals_, alone, strict=True)] == [[]] * 12
-    for _, locals_ in by_both(inner, 1, 11, fragments=grouped(4), sync_every=4, **PLAIN):
-        torch.testing.assert_close([own for (own,) in locals_], by_a_plain_loop(inner, 0, 11), rtol=1e-5, atol=1e-6)
+            pairs = zip(loops.locals, alone(inner, group, 12), strict=True)
+            assert [unlike(one[group], own) for one, own in pairs] == [[]] * 12
+        loops = by_loops(inner, 1, 11, grouped(4), sync_every=4, **PLAIN)
+        torch.testing.assert_close([own for (own,) in loops.locals], alone(inner, 0, 11), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_the_outer_step_is_sgd_with_nesterov_momentum_on_a_mean_in_group_order(momentum: float) -> None:
+def test_the_outer_step_is_sgd_with_nesterov_momentum_on_a_mean_in_group_order() -> None:
     generator = torch.Generator().manual_seed(0)
-    outer, buffer = torch.randn(7, generator=generator), None
-    parameter = nn.Parameter(outer.clone())
-    optimizer = torch.optim.SGD([parameter], lr=0.4, momentum=momentum, nesterov=momentum > 0)
-    for _ in range(5):
-        parameter.grad = gradient = torch.randn(7, generator=generator)
-        outer, buffer = outer_step(outer, buffer, gradient, 0.4, momentum)
-        optimizer.step()
-        torch.testing.assert_close(outer, parameter.detach(), rtol=0, atol=1e-6)
+    for momentum in (0.0, 0.9):
+        outer, buffer = torch.randn(7, generator=generator), None
+        parameter = nn.Parameter(outer.clone())
+        optimizer = torch.optim.SGD([parameter], lr=0.4, momentum=momentum, nesterov=momentum > 0)
+        for _ in range(5):
+            parameter.grad = gradient = torch.randn(7, generator=generator)
+            outer, buffer = outer_step(outer, buffer, gradient, 0.4, momentum)
+            optimizer.step()
+            torch.testing.assert_close(outer, parameter.detach(), rtol=0, atol=1e-6)
     # 2**24 + 1 rounds to 2**24 in float32, 2**24 + 2 does not: the order shows.
     big, one = torch.tensor(2.0**24), torch.tensor(1.0)
     assert reference.mean([big, one, one]).item() == 2.0**24 / torch.tensor(3.0)
@@ -214,76 +198,54 @@ def cut(fragments: int) -> list[list[str]]:
 
 MICRO_BATCHES = {1: [1], 2: [1, 3], 4: [1, 1, 2, 4]}  # their sums are powers of two, without the last one too
 STREAMING: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "mixing": 0.5, "outer_lr": 0.5, "outer_momentum": 0.5}
-EXACT: dict[str, tuple[int, dict[str, Any]]] = {
-    "in every step": (1, {**PLAIN, "sync_every": 1}),
-    "diloco": (1, {**STREAMING, "mixing": 0.0, "overlap_steps": 0}),
-    "streaming": (3, STREAMING),
-    "two in flight": (2, {**STREAMING, "sync_every": 5, "overlap_steps": 4, "mixing": 0.25}),
-    "independent": (2, {**STREAMING, "mixing": 1.0}),
-    "carry": (3, {**STREAMING, "carries": True}),
-    "warm-up": (2, {**STREAMING, "warmup_steps": 3}),
-    "a rate that halves": (3, {**STREAMING, "outer_lr": lambda number: 0.5 ** (1 + number)}),
-    "idle": (1, {**STREAMING, "idle": True}),
+HALVES = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda number: 0.5**number))
+# Fragments, what both are told, and what the loops and the engine are told for themselves.
+EXACT: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "in every step": (1, {**PLAIN, "sync_every": 1}, {}, {}),
+    "diloco": (1, {**STREAMING, "mixing": 0.0, "overlap_steps": 0}, {}, {}),
+    "streaming": (3, STREAMING, {}, {}),
+    "two in flight": (2, {**STREAMING, "sync_every": 5, "overlap_steps": 4, "mixing": 0.25}, {}, {}),
+    "independent": (2, {**STREAMING, "mixing": 1.0}, {}, {}),
+    "carry": (3, STREAMING, {"carries": True}, {"mixing": Carry()}),
+    "warm-up": (2, {**STREAMING, "warmup_steps": 3}, {}, {}),
+    "a rate that halves": (3, STREAMING, {"outer_lr": lambda number: 0.5 ** (1 + number)}, {"outer_optimizer": HALVES}),
+    "idle": (1, STREAMING, {}, {}),
 }
 
 
-def is_idle(groups: int, group: int, step: int) -> bool:
-    """In the second round the last group does not train, in the third one nobody."""
-    return 4 < step <= 8 and group == groups - 1 > 0 or 8 < step <= 12
-
-
-def by_loops_exactly(groups: int, case: str, steps: int = 14) -> Result:
-    fragments, choices = EXACT[case]
-    if choices.get("idle"):
-        counts = MICRO_BATCHES[groups]
-        counted = {"idle": partial(is_idle, groups), "micro_batches": lambda group, step: counts[group]}
-        choices = {**choices, **counted}
-    models: list[nn.Module] = [Walk() for _ in range(groups)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
-    return run(
-        models, optimizers, Walk.batch, lambda y, _: y, **{"steps": steps, "fragments": cut(fragments), **choices}
-    )
-
-
-def of_engine(case: str) -> dict[str, Any]:
-    fragments, choices = EXACT[case]
-    own = {name: value for name, value in choices.items() if name not in ("idle", "carries")}
-    if "carries" in choices:
-        own["mixing"] = Carry()
-    if callable(rate := choices["outer_lr"]):
-        own |= {"outer_lr": 1.0, "outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))}
-    return {**own, "fragments": cut(fragments), "compression": "fp32"}
+class Walking(Rank):
+    def loss(self, step: int) -> Tensor:
+        return self.wrapped(Walk.batch(self.group, step)[0])  # type: ignore[no-any-return]
 
 
 def differences(rank: int, world_size: int) -> dict[str, Any]:
     """Plays all cases with each number of groups, and returns where this rank is not at the bits of the loops."""
     wrong: dict[str, Any] = {}
     for groups in (4, 2, 1):
-        joined, group = WorkerGroups(groups), rank * groups // world_size
-        for case in EXACT:
-            expected, model = by_loops_exactly(groups, case), Walk()
-            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            engine = StreamingDiLoCo(model, worker_groups=joined, **of_engine(case))
+        joined = WorkerGroups(groups)
+
+        def idle(group: int, step: int, groups: int = groups) -> bool:
+            """In the second round the last group does not train, in the third one nobody."""
+            return 4 < step <= 8 and group == groups - 1 > 0 or 8 < step <= 12
+
+        counts = {"idle": idle, "micro_batches": lambda group, step, groups=groups: MICRO_BATCHES[groups][group]}
+        for case, (fragments, both, loops, own) in EXACT.items():
+            choices = {**both, **(counts if case == "idle" else {}), "fragments": cut(fragments)}
+            models: list[nn.Module] = [Walk() for _ in range(groups)]
+            optimizers = [inner_optimizer("whole", model) for model in models]
+            expected = run(models, optimizers, Walk.batch, lambda y, _: y, **{"steps": 14, **choices, **loops})
+            here = Walking(rank, joined, "whole", lambda _: Walk(), **{**choices, "compression": "fp32", **own})
             for step in range(1, 15):
-                rests = case == "idle" and is_idle(groups, group, step)
-                if not rests:
-                    optimizer.zero_grad()
-                    model(Walk.batch(group, step)[0]).backward()
-                engine.launch_gradients(idle=rests)
-                engine.land_gradients()
-                if not rests:
-                    optimizer.step()
-                engine.step(trained=MICRO_BATCHES[groups][group] if case == "idle" else 1, idle=rests)
-                if off := unlike(copied(model.named_parameters()), expected.locals[step - 1][group]):
-                    wrong.setdefault(f"{groups} groups, {case}: local", (step, off))
-                if off := unlike(engine.outer_state_dict(), expected.outers[step - 1]):
-                    wrong.setdefault(f"{groups} groups, {case}: outer", (step, off))
-            engine.finish()
-            if off := unlike(copied(model.named_parameters()), expected.outer):
+                here.step(step)
+                off = unlike(copied(here.model.named_parameters()), expected.locals[step - 1][here.group])
+                if off or unlike(here.engine.outer_state_dict(), expected.outers[step - 1]):
+                    wrong.setdefault(f"{groups} groups, {case}", (step, off))
+            here.engine.finish()
+            if off := unlike(copied(here.model.named_parameters()), expected.outer):
                 wrong[f"{groups} groups, {case}: at the end"] = off
             # Of a warm-up, means of gradients land too.
-            if case != "warm-up" and engine.report()["landings"] != len(expected.landings):
-                wrong[f"{groups} groups, {case}: landings"] = engine.report()["landings"]
+            if case != "warm-up" and here.engine.report()["landings"] != len(expected.landings):
+                wrong[f"{groups} groups, {case}: landings"] = here.engine.report()["landings"]
     return wrong
 
 
@@ -295,90 +257,30 @@ def test_real_ranks_have_the_bits_of_the_loops() -> None:
 # The engine, up to rounding in numbers as they come
 
 
-@st.composite
-def drawn(draw: st.DrawFn) -> dict[str, Any]:
-    sync_every = draw(st.integers(1, 9))
-    return {
-        "sync_every": sync_every,
-        "overlap_steps": draw(st.integers(0, sync_every - 1)),
-        "mixing": draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
-        "fragments": grouped(draw(st.integers(1, 4))),
-        "outer_lr": draw(st.sampled_from([0.4, 0.7, 1.0])),
-        "outer_momentum": draw(st.sampled_from([0.0, 0.9])),
-        "warmup_steps": draw(st.sampled_from([0, 0, 1, 6])),
-    }
-
-
 @settings(max_examples=25, deadline=None)
-@given(
-    choices=drawn(),
-    batches=st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    warm_up=st.integers(0, 5),
-    inner=st.sampled_from(["sgd", "adamw"]),
-)
-def test_groups_that_run_dry_and_a_schedule_follow_the_loops(
-    choices: dict[str, Any], batches: list[int], warm_up: int, inner: str
-) -> None:
+@given(data=st.data(), batches=st.lists(st.integers(0, 12), min_size=1, max_size=4), warm_up=st.integers(0, 5))
+def test_groups_that_run_dry_and_a_schedule_follow_the_loops(data: Any, batches: list[int], warm_up: int) -> None:
     """Epochs of as many inner steps as the group with the most batches; groups train unequal micro-batches."""
-
-    def idle(group: int, step: int) -> bool:
-        return (step - 1) % max(1, *batches) >= batches[group]
-
-    def rate(number: int) -> float:
-        return min(1.0, (number + 1) / (warm_up + 1))
-
-    base = choices.pop("outer_lr")
-    counts = {"idle": idle, "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3}
-    expected = by_loops(inner, len(batches), 25, outer_lr=lambda number: base * rate(number), **counts, **choices)
+    sync_every, base = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([0.4, 0.7, 1.0]))
+    choices = {
+        "sync_every": sync_every,
+        "overlap_steps": data.draw(st.integers(0, sync_every - 1)),
+        "mixing": data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
+        "fragments": grouped(data.draw(st.integers(1, 4))),
+        "outer_momentum": data.draw(st.sampled_from([0.0, 0.9])),
+        "warmup_steps": data.draw(st.sampled_from([0, 0, 1, 6])),
+        "idle": lambda group, step: (step - 1) % max(1, *batches) >= batches[group],
+        "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3,
+    }
+    rate = lambda number: min(1.0, (number + 1) / (warm_up + 1))  # noqa: E731
     schedule = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))
-    own = {**choices, **counts, "outer_lr": base, "outer_optimizer": schedule}
-    outers, _, models = by_engine(inner, len(batches), 25, **own)
-    assert_follows(outers, models, expected, 1 + choices["warmup_steps"] + 25 // choices["sync_every"])
-
-
-def test_a_trainer_follows_the_loops() -> None:
-    """With groups of one rank and of several, one after the other in the same processes."""
-    choices: dict[str, Any] = {"mixing": 0.5, "fragments": grouped(3), "outer_lr": 0.4, "outer_momentum": 0.9}
-    cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("adamw", 4, {**choices, "sync_every": 4, "overlap_steps": 3}),
-        ("sgd", 2, {**choices, "sync_every": 6, "overlap_steps": 2}),
-        ("adamw", 1, {**choices, "sync_every": 5, "overlap_steps": 0, "mixing": 0.25}),
-    ]
-    of_net = [[f"net.{pattern}" for pattern in group] for group in choices["fragments"]]
-
-    def fits(rank: int, world_size: int) -> list[Any]:
-        return [
-            fit(rank, world_size, groups, 14, {**own, "compression": "fp32", "fragments": of_net}, LIGHTNING, inner)
-            for inner, groups, own in cases
-        ]
-
-    for rank in run_processes(fits, 4):
-        for trained, (inner, groups, own) in zip(rank, cases, strict=True):
-            expected = by_loops(inner, groups, 14, **own)
-            assert_same(trained["outer"], expected.outer, 1 + 14 // own["sync_every"])
-            assert_same(trained["model"], expected.outer, 1 + 14 // own["sync_every"])
-            assert trained["report"]["landings"] == len(expected.landings)
-            assert trained["report"]["inner_steps"] == 14
-
-
-def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> None:
-    """What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors."""
-    models = [mlp() for _ in range(2)]
-    optimizers = [inner_optimizer("adamw", model) for model in models]
-    train_step(models[0], optimizers[0], 0, 1)
-    optimizers[1].load_state_dict(optimizers[0].state_dict())
-    with pytest.raises(ValueError, match="groups 0 and 1 share tensors of their state"):
-        SimulatedGroups(models, [[one] for one in optimizers])
-    optimizers[1].load_state_dict(deepcopy(optimizers[0].state_dict()))
-    SimulatedGroups(models, [[one] for one in optimizers])
+    loops = {**choices, "outer_lr": lambda number: base * rate(number)}
+    own = {**choices, "outer_lr": base, "outer_optimizer": schedule}
+    inner = data.draw(st.sampled_from(["sgd", "adamw"]))
+    followed(inner, len(batches), 25, loops, own, 1 + choices["warmup_steps"] + 25 // sync_every)
 
 
 # Policies
-
-
-def fewer(group: int, step: int) -> bool:
-    """Group 1 trains in half of the steps."""
-    return group == 1 and step % 2 == 0
 
 
 class SelectiveLoop:
@@ -459,10 +361,9 @@ def test_policies_follow_plain_loops() -> None:
         (3, "sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
         (2, "adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
     ):
-        expected = by_loops(inner, groups, steps, idle=fewer, **{**choices, **loops})
-        outers, _, models = by_engine(inner, groups, steps, fewer, **{**choices, **own})
-        assert_follows(outers, models, expected, 20)
-        plain = by_loops(inner, groups, steps, idle=fewer, **choices)
+        base = {**choices, "idle": lambda group, step: group == 1 and step % 2 == 0}
+        expected = followed(inner, groups, steps, {**base, **loops}, {**base, **own}, 20)
+        plain = by_loops(inner, groups, steps, **base)
         assert any(not torch.allclose(values, plain.outer[name]) for name, values in expected.outer.items()), own
         assert "schedule" not in own or 8 < len(expected.launches) < 25, "strides differ"
     assert guard.left_out >= 2

@@ -18,7 +18,7 @@ from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
-from tests.engine.test_group_mean import same as same_states
+from tests.engine.test_agreement import same as same_states
 from tests.fits import LIGHTNING, SomeBatches, since, whole
 from tests.large.models import FEATURES, TARGETS, made, same
 from tests.large.test_fits import Batches, Sharded

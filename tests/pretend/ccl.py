@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.pretend.clocks import Event, Operation, Stream, current_stream, lock, stream
+from tests.pretend import Event, Operation, Stream, current_stream, lock, stream
 
 NAME = "pretend_ccl"
 
@@ -30,11 +30,8 @@ class StreamWaits(Exception):
 class Work:
     """Messages that are on their way."""
 
-    def __init__(self, carried: Any, over: Callable[[], None], event: Event, before: "Work | None") -> None:
-        self._carried = carried
-        self._over = over
-        self._event = event
-        self._before = before
+    def __init__(self, carried: Any, over: Callable[[], Any], event: Event, before: "Work | None") -> None:
+        self._carried, self._over, self._event, self._before = carried, over, event, before
         self._arrived = threading.Event()
         self._settled = self._asked = False
         self._error: RuntimeError | None = None
@@ -61,7 +58,6 @@ class Work:
             return asked and self._asked
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Lets the current stream wait, or raises what went wrong."""
         with lock:
             if not self._is_over():
                 raise StreamWaits("a stream would wait for another rank")
@@ -76,27 +72,23 @@ class Communicator(dist.ProcessGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._carrier = dist.ProcessGroupGloo(store, rank, size, timeout)
-        self._stream = Stream()
+        self._carrier, self._stream = dist.ProcessGroupGloo(store, rank, size, timeout), Stream()
         self._last: Work | None = None
         self.aborted = threading.Event()
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
-        """Sends a tensor to a rank."""
-        bytes_, event = self._begun("send", tensors, writes=False)
-        return self._noted(self._carrier.send([bytes_.clone()], dst, tag), lambda: None, event)
+        held, event = self._begun("send", tensors, writes=False)
+        return self._noted(self._carrier.send([held.clone()], dst, tag), lambda: None, event)
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
-        """Receives a tensor from a rank."""
-        into, event = self._begun("recv", tensors, writes=True)
-        arriving = torch.empty_like(into)
-        return self._noted(self._carrier.recv([arriving], src, tag), lambda: into.copy_(arriving), event)
+        held, event = self._begun("recv", tensors, writes=True)
+        arriving = torch.empty_like(held)
+        return self._noted(self._carrier.recv([arriving], src, tag), lambda: held.copy_(arriving), event)
 
     def abort(self) -> None:
-        """Ends what is on its way; here it is only noted."""
         self.aborted.set()
 
-    def _begun(self, name: str, tensors: list[Tensor], writes: bool) -> tuple[Tensor, Event]:
+    def _begun(self, name: str, tensors: list[Any], writes: bool) -> tuple[Tensor, Event]:
         (tensor,) = tensors
         assert tensor.device.type == "pretend", "such a backend takes tensors of the device alone"
         assert tensor.is_contiguous(), "such a backend takes contiguous tensors alone"
@@ -104,9 +96,8 @@ class Communicator(dist.ProcessGroup):
         with lock:
             self._stream.wait_stream(current_stream())
             with stream(self._stream):
-                operation = Operation.begun(f"{NAME}::{name}")
-                tensor.memory.touch(operation.access(tensor.held, writes))  # type: ignore[attr-defined]
-            return tensor.held, self._stream.record_event()  # type: ignore[attr-defined]
+                tensor.memory.touch(Operation.begun(f"{NAME}::{name}"), tensor.held, writes)
+            return tensor.held, self._stream.record_event()
 
     def _noted(self, carried: Any, over: Callable[[], Any], event: Event) -> Work:
         self._last = Work(carried, over, event, self._last)

@@ -1,24 +1,22 @@
-"""How the values of parameters are sharded: arithmetic, against what torch does."""
+"""Models of any kind: how their values are sharded, against what torch does; wrapped ones are unwrapped or refused."""
 
 import itertools
+import re
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.engine.shards import (
-    OuterParameter,
-    ShardedLayout,
-    divided,
-    part_of,
-    shard_specs,
-    to_parameters,
-)
+from lightning_sdiloco.engine.shards import OuterParameter, ShardedLayout, divided, part_of, shard_specs, to_parameters
+from tests.engine.test_policies import refusal
 from tests.ranks import run_ranks
+from tests.training import mlp
 
 SHAPES = [(1,), (3,), (7,), (8,), (5, 3), (2, 9), (1, 1), (3, 2, 5)]
 PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2))
@@ -86,3 +84,56 @@ def test_outer_state_survives_being_sharded_and_joined() -> None:
         assert torch.equal(parameter.values, parameters[name].values)
         assert torch.equal(parameter.state["momentum_buffer"], parameters[name].state["momentum_buffer"])
         assert (parameter.rounds, float(parameter.state["step"])) == (7, 4.0)
+
+
+NAMES = sorted(dict(mlp().named_parameters()))
+
+
+def names_of(engine: StreamingDiLoCo) -> list[str]:
+    return sorted(name for fragment in engine.fragments for name in fragment.names)
+
+
+def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank() -> None:
+    """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
+
+    def construct(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+        groups, part = WorkerGroups(2), nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
+        whole = [DistributedDataParallel(mlp()), torch.compile(DistributedDataParallel(mlp())), part]
+        texts = [refusal(StreamingDiLoCo, model, worker_groups=2) for model in whole]
+        assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
+        model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
+        texts.append(refusal(StreamingDiLoCo, model, worker_groups=1))
+        engine = StreamingDiLoCo(model, worker_groups=groups)
+        assert engine.topology is groups.topology
+        return texts, names_of(engine)
+
+    for rank, (texts, names) in enumerate(run_ranks(construct, 4)):
+        whole, compiled, part, fewer = texts
+        own = "2 and 3" if rank > 1 else "0 and 1"
+        assert f"over ranks 0, 1, 2 and 3, and the worker group of this rank is ranks {own}" in whole
+        assert "process_group=WorkerGroups(2).process_group" in whole
+        assert compiled == whole
+        assert part.startswith("The module '0' of the model")
+        assert f"over ranks {own}, and the worker group of this rank is ranks 0, 1," in fewer
+        assert names == NAMES
+
+
+def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    plain, compiled = fabric.setup(mlp()), fabric.setup(torch.compile(mlp()))
+    assert next(iter(dict(plain.named_parameters()))).startswith("_forward_module.")
+    assert names_of(StreamingDiLoCo(plain)) == names_of(StreamingDiLoCo(compiled)) == NAMES
+    model = nn.Module()
+    model.module = mlp()
+    assert names_of(StreamingDiLoCo(model)) == [f"module.{name}" for name in NAMES], "it is the user's name"
+
+
+def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
+    def construct(rank: int, world_size: int) -> list[str]:
+        sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
+        flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+        return [refusal(StreamingDiLoCo, one, worker_groups=groups) for one, groups in ((sharded, 2), (flat, 1))]
+
+    for rank, (sharded, flat) in enumerate(run_ranks(construct, 2)):
+        assert re.search(f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}", sharded)
+        assert re.search("FullyShardedDataParallel.*fully_shard", flat)
