@@ -245,26 +245,21 @@ def test_a_warmup_of_another_number_of_steps(caplog: pytest.LogCaptureFixture) -
     def resumed(saved: Any, **choices: Any) -> Groups:
         return Groups(**{**SHORT, **choices}).load(saved)
 
-    # After it nothing changes, which is said once.
+    # After it nothing changes, which is said once. Within it the new one counts; one that is past ends it.
     selective = {"schedule": Selective(0.3, 4)}
-    for was, now, stop, choices in ((20, 0, 35, selective), (3, 4, 13, {}), (3, 30, 13, {}), (3, 0, 3, {})):
+    after = [(20, 0, 35, selective), (3, 30, 13, {}), (3, 0, 3, {})]
+    within = [(8, now, 5, {}) for now in (12, 6, 5, 0)]
+    for was, now, stop, choices in (*after, *within):
         caplog.clear()
         first = Groups(**{**SHORT, "warmup_steps": was, **choices})
         first.until(stop)
         second = resumed(first.saved(), warmup_steps=now, **choices)
-        for run in (first, second):
-            run.until(stop + 20)
-        assert unlike(first.seen(), second.seen()) == []
-        (said,) = (one.message for one in caplog.records if one.levelno == logging.WARNING and "warm-up" in one.message)
-        assert f"warmup_steps={now} is ignored: the warm-up of this run ended after inner step {was}" in said
-    # Within it the new one counts, and one that is past ends it with the next step.
-    first = Groups(**SHORT, warmup_steps=8)
-    first.until(5)
-    for now, until in ((12, 12), (6, 6), (5, 6), (0, 6)):
-        whole, second = Groups(**SHORT, warmup_steps=until), resumed(first.saved(), warmup_steps=now)
+        whole = first if stop >= was else Groups(**SHORT, warmup_steps=max(now, stop + 1))
         for run in (whole, second):
-            run.until(25)
+            run.until(stop + 20)
         assert unlike(second.seen(), whole.seen()) == []
+        told = f"warmup_steps={now} is ignored: the warm-up of this run ended after inner step {was}"
+        assert [told in one.message for one in caplog.records if "is ignored" in one.message] == [True] * (stop >= was)
     # One that was never there is refused in the midst of rounds.
     first = Groups(**SHORT)
     for stop in (1, 12):
