@@ -34,98 +34,96 @@ NAN = float("nan")
 ONE: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [["*"]]}
 
 
-class Run(Groups):
-    """Groups of which some can be poisoned."""
+def poisoned(run: Groups, *groups: int, everywhere: bool = False) -> list[Landing]:
+    """An inner step in which groups get a value, or all, that are not finite."""
 
-    def poisoned(self, *groups: int, everywhere: bool = False) -> list[Landing]:
-        """An inner step in which groups get a value, or all, that are not finite."""
+    def poison(models: list[Any]) -> None:
+        for group in groups:
+            models[group][0].weight[3, 4] = NAN
+            for parameter in models[group].parameters() if everywhere else ():
+                parameter.fill_(NAN)
 
-        def poison(models: list[Any]) -> None:
-            for group in groups:
-                models[group][0].weight[3, 4] = NAN
-                for parameter in models[group].parameters() if everywhere else ():
-                    parameter.fill_(NAN)
+    return run.step(then=poison)
 
-        return self.step(then=poison)
 
-    def is_finite(self) -> bool:
-        return all(bool(values.isfinite().all()) for values in self.seen().values())
+def is_finite(run: Groups) -> bool:
+    return all(bool(values.isfinite().all()) for values in run.seen().values())
 
 
 # Codes of four bits are finite whatever they encode, so the values themselves must tell whether a group counted.
 @pytest.mark.parametrize("compression", ["fp32", "fp4"])
 def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression: str) -> None:
     for mixing in (0.0, 0.5):
-        run = Run(3, sync_every=6, overlap_steps=2, fragments=LAYERS, mixing=mixing, compression=compression)
+        run = Groups(3, sync_every=6, overlap_steps=2, fragments=LAYERS, mixing=mixing, compression=compression)
         run.until(5)
-        landings = run.poisoned(1) + run.until(8)
+        landings = poisoned(run, 1) + run.until(8)
         assert [landing.left_out for landing in landings] == [(1,)]
-        assert run.is_finite(), "the group took the outer values wherever its own were not finite"
+        assert is_finite(run), "the group took the outer values wherever its own were not finite"
         assert all(landing.left_out == () for landing in run.until(30)[1:])
         run.groups.finish()
-        assert run.is_finite()
+        assert is_finite(run)
     # The mean is that of the groups that count, and a group that recovers keeps what was finite.
     choices = {**ONE, "mixing": 0.0, "exchange": "gather", "compression": compression}
-    runs = [Run(3, **choices), Run(2, **choices)]
-    runs += [Run(sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
-    for run, poisoned in zip(runs, ((2,), (), (1,), ()), strict=True):
+    runs = [Groups(3, **choices), Groups(2, **choices)]
+    runs += [Groups(sync_every=4, overlap_steps=0, fragments=LAYERS, mixing=0.5) for _ in range(2)]
+    for run, groups in zip(runs, ((2,), (), (1,), ()), strict=True):
         run.until(3)
-        run.poisoned(*poisoned)
+        poisoned(run, *groups)
     assert unlike(*(run.groups.outer_state_dict() for run in runs[:2])) == []
     assert unlike(*(run.models[1].state_dict() for run in runs[2:])) == ["0.weight", "0.bias"]
 
 
 def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_all_groups_at_once() -> None:
     for resumed_after in ((), (5,), (4, 8)):
-        run = Run(**ONE)
+        run = Groups(**ONE)
         for step in range(1, 12):
-            run.poisoned(1)
-            run = run.resumed() if step in resumed_after else run  # type: ignore[assignment]
+            poisoned(run, 1)
+            run = run.resumed() if step in resumed_after else run
         with pytest.raises(AgreementError, match=r"worker group 1 was not finite 3 times in a row"):
-            run.poisoned(1)
-    run = Run(**ONE)
+            poisoned(run, 1)
+    run = Groups(**ONE)
     run.until(3)
     with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
-        run.poisoned(0, 1)
+        poisoned(run, 0, 1)
 
 
 def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error_and_nor_is_an_overflown_norm() -> None:
     # In the second case each event is told of twice: a fragment is launched just before the group recovers.
     for choices in (ONE, {"sync_every": 8, "overlap_steps": 4, "fragments": [["[02].*"], ["[46].*"]]}):
-        run, every = Run(compression="fp32", **choices), choices["sync_every"]
+        run, every = Groups(compression="fp32", **choices), choices["sync_every"]
         for step in range(1, 6 * every + 1):
-            run.poisoned(*((1,) if step % (3 * every) in (every, 2 * every) else ()), everywhere=True)
-        assert run.is_finite()
+            poisoned(run, *((1,) if step % (3 * every) in (every, 2 * every) else ()), everywhere=True)
+        assert is_finite(run)
     for every, resumes in ((8, False), (4, True), (1, False)):
-        run = Run(sync_every=every, overlap_steps=every - 1, fragments=LAYERS, compression="fp32")
+        run = Groups(sync_every=every, overlap_steps=every - 1, fragments=LAYERS, compression="fp32")
         run.until(2 * every - 1)
-        landings = run.poisoned(1, everywhere=True)
+        landings = poisoned(run, 1, everywhere=True)
         for step in range(run.steps + 1, 6 * every + 1):
-            run = run.resumed() if resumes else run  # type: ignore[assignment]
+            run = run.resumed() if resumes else run
             landings += run.until(step)
         assert sum(landing.left_out == (1,) for landing in landings) >= 2
-        assert run.is_finite()
-    run = Run(**ONE, compression="fp32", mixing=0.0)
+        assert is_finite(run)
+    run = Groups(**ONE, compression="fp32", mixing=0.0)
     run.until(3)
     (landing,) = run.step(then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()])
     assert landing.left_out == ()
     assert min(float(values.abs().max()) for values in run.groups.outer_state_dict().values()) > 1e37
 
 
-def with_buffers(groups: int, **choices: Any) -> Run:
+def with_buffers(groups: int, **choices: Any) -> Groups:
     def net(seed: int = 0) -> nn.Module:
         model = nn.Sequential(*mlp(), nn.BatchNorm1d(3))
         model.register_buffer("mask", torch.tensor([float("-inf"), 0.0]))  # never changes, and is never finite
         return model
 
-    return Run(groups, "sgd", net, **{**ONE, "compression": "fp32", **choices})
+    return Groups(groups, "sgd", net, **{**ONE, "compression": "fp32", **choices})
 
 
 def statistics(model: Any) -> Tensor:
     return torch.stack([model[7].running_mean, model[7].running_var])
 
 
-def shown(run: Run, group: int, mean: Any = None) -> Tensor:
+def shown(run: Groups, group: int, mean: Any = None) -> Tensor:
     with run.engines[group].evaluate(mean):
         return statistics(run.models[group]).clone()
 
