@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests import fits, sharded
 from tests.fits import LIGHTNING
 from tests.lightning.uneven_fits import same
-from tests.ranks import LAUNCHERS, run_processes, run_ranks
+from tests.ranks import LAUNCHERS, agreed, run_processes, run_ranks
 from tests.scripts import RANKS, start_script
 from tests.strangers import listening
 
@@ -33,10 +33,11 @@ HERE = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1", "G
 MODEL = """
 import multiprocessing, sys, time
 import torch
-from {distribution} import LightningModule
+from {distribution} import LightningModule, Trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests import fits
+from lightning_sdiloco.{file} import StreamingDiLoCoStrategy
 
 
 class Net(LightningModule):
@@ -46,7 +47,8 @@ class Net(LightningModule):
         self.net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
     def train_dataloader(self):
-        return fits.SomeBatches(self.global_rank, 20)
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(TensorDataset(*torch.randn(80, 8, generator=generator).split([5, 3], 1)), batch_size=4)
 
     def training_step(self, batch, index):
         if ENDS:
@@ -65,8 +67,9 @@ class Net(LightningModule):
 
 def fit(net, start_method, **choices):
     short = dict(sync_every=4, overlap_steps=2, fragments=[["*"]])
-    strategy = fits.strategy("{distribution}", start_method=start_method, **short)
-    trainer = fits.trainer("{distribution}", devices=2, strategy=strategy, **choices)
+    strategy = StreamingDiLoCoStrategy(start_method=start_method, **short)
+    quiet = dict(logger=False, enable_progress_bar=False, enable_checkpointing=bool(ENDS))
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, **quiet, **choices)
     trainer.fit(net)
     outer = strategy.outer_state_dict()
     assert len(strategy.fragments) == strategy.schedule.fragments == 1
@@ -81,15 +84,15 @@ def fit(net, start_method, **choices):
 START, ENDS = (*sys.argv[1:3], "", "")[:2]
 if __name__ == "__main__" and START:
     # Both processes of the fork server have then imported it.
-    multiprocessing.set_forkserver_preload(["lightning_sdiloco.pytorch_lightning", "lightning_sdiloco"])
-    fit(Net(), START, **(dict(max_steps=5000, enable_checkpointing=True) if ENDS else dict(max_steps=9)))
+    multiprocessing.set_forkserver_preload(["lightning_sdiloco.{file}"])
+    fit(Net(), START, max_steps=5000 if ENDS else 9)
 """
 
 
 def written(folder: Path, distribution: str = LIGHTNING) -> Path:
     """A file with the program for one distribution."""
-    path = folder / "train.py"
-    path.write_text(MODEL.replace("{distribution}", distribution))
+    path, file = folder / "train.py", distribution.replace(".", "_")
+    path.write_text(MODEL.replace("{distribution}", distribution).replace("{file}", file))
     return path
 
 
@@ -115,10 +118,10 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         "net.net(torch.randn(4, 5)).sum().backward()",
         "fit(net, 'fork', max_steps=9)",
         "fit(net, 'fork', max_steps=9)",
-        "try: fits.trainer(strategy='streaming_diloco', devices=2)",
+        "try: Trainer(strategy='streaming_diloco', accelerator='cpu', devices=2)",
         "except Exception as error: print('refused', error)",
         "",
-        "strategy = fits.trainer(strategy='streaming_diloco_notebook', devices=2).strategy",
+        "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy",
         "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
     known = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
@@ -296,41 +299,33 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         return fits.module(inner="adamw", net=net, on_train_start=lambda self: started.append(held_by(self)))
 
     def held_by(model: Any) -> dict[str, Tensor]:
-        return {name: values.clone() for name, values in model.state_dict().items()}
-
-    def loader(rank: int, groups: int) -> Any:
-        size = 4 // groups
-        return DataLoader(fits.Batches(rank // size, rank % size, size), batch_size=None)
+        return {name: values.clone() for name, values in model.net.state_dict().items()}
 
     def fit(rank: int, model: Any, groups: int) -> Any:
-        """Fits with a new Trainer, and returns that."""
-        strategy = fits.strategy(**SHORT, worker_groups=groups)
-        trainer = fits.trainer(strategy=strategy, devices=4, max_epochs=1, limit_train_batches=7)
-        trainer.fit(model, loader(rank, groups))
-        return trainer
+        more, own = {"max_epochs": 1, "limit_train_batches": 7}, {"make": lambda *_, **__: model}
+        return fits.fit(rank, 4, groups, -1, SHORT, trainer_choices=more, **own, inspect=lambda trainer, _: trainer)
 
     def run(rank: int, world_size: int) -> Any:
         models, fitted = [made(0), made(1), made(2)], []
         for groups, model in zip(numbers, [*models, models[0]], strict=True):
-            held = held_by(model)
-            trainer = fit(rank, model, groups)
-            fitted.append((held, trainer.strategy.outer_state_dict()))
-            assert trainer.strategy.topology.num_groups == groups
+            held, trained = held_by(model), fit(rank, model, groups)
+            fitted.append((held, trained["outer"]))
+            assert trained["inspected"].strategy.topology.num_groups == groups
+        trainer = trained["inspected"]
         trainer.fit_loop.max_epochs = 3
-        trainer.fit(models[0], loader(rank, 2))
+        trainer.fit(models[0], DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
         report = trainer.strategy.report()
         assert same(started[-1], fitted[-1][1])
         assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)
         assert report["launches"] == report["landings"] > 0
-        return [*fitted, (None, trainer.strategy.outer_state_dict())]
+        assert agreed(trainer.strategy.outer_state_dict())
+        return fitted
 
     def alone(rank: int, world_size: int, number: int, held: list[dict[str, Tensor]]) -> Any:
         model = made(number)
-        model.load_state_dict(held[rank])
-        return fit(rank, model, numbers[number]).strategy.outer_state_dict()
+        model.net.load_state_dict(held[rank])
+        return fit(rank, model, numbers[number])["outer"]
 
-    *fitted, longer = zip(*run_processes(run, 4), strict=True)
-    for number, ranks in enumerate(fitted):
+    for number, ranks in enumerate(zip(*run_processes(run, 4), strict=True)):
         expected = run_processes(alone, 4, number, [held for held, _ in ranks])
         assert all(same(outer, expected[0]) for outer in (*expected, *(outer for _, outer in ranks))), number
-    assert all(same(outer, longer[0][1]) for _, outer in longer)
