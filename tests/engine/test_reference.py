@@ -316,27 +316,23 @@ def shares_by_median(p: int, norms: Sequence[float], trained: Sequence[int]) -> 
 
 
 class ZScoreLoop:
-    """EDiT's guard in plain loops, with a list of what was seen in place of a state."""
+    """EDiT's guard in plain loops, with what was seen of every group in place of a state."""
 
     def __init__(self, threshold: float, alpha: float, warmup: int) -> None:
-        self.threshold, self.alpha, self.warmup = threshold, alpha, warmup
+        self.threshold, self.alpha, self.warmup, self.left_out = threshold, alpha, warmup, 0
         self.seen: dict[tuple[int, int], tuple[int, float, float]] = {}
-        self.left_out = 0
 
     def __call__(self, p: int, norms: Sequence[float], trained: Sequence[int]) -> list[float]:
-        told = enumerate(zip(norms, trained, strict=True))
-        counts = [self.counted(p, m, norm, steps) for m, (norm, steps) in told]
+        counts = [*trained]
+        for m, norm in enumerate(norms):
+            if trained[m]:
+                n, average, variance = self.seen.get((p, m), (0, 0.0, 0.0))
+                longest = average + self.threshold * variance**0.5 if n >= self.warmup else inf
+                alpha, off = max(self.alpha, 1 / (n + 1)), min(norm, longest) - average
+                self.seen[p, m] = n + 1, average + alpha * off, (1 - alpha) * (variance + alpha * off * off)
+                if norm > longest:
+                    self.left_out, counts[m] = self.left_out + 1, 0
         return [count / sum(counts) for count in counts]
-
-    def counted(self, p: int, m: int, norm: float, steps: int) -> int:
-        if not steps:
-            return 0
-        n, average, variance = self.seen.get((p, m), (0, 0.0, 0.0))
-        longest = average + self.threshold * variance**0.5 if n >= self.warmup else inf
-        alpha, off = max(self.alpha, 1 / (n + 1)), min(norm, longest) - average
-        self.seen[p, m] = n + 1, average + alpha * off, (1 - alpha) * (variance + alpha * off * off)
-        self.left_out += norm > longest
-        return steps if norm <= longest else 0
 
 
 def test_policies_follow_plain_loops() -> None:
@@ -344,26 +340,22 @@ def test_policies_follow_plain_loops() -> None:
     choices |= {"outer_lr": 0.7, "outer_momentum": 0.9}
     guard = ZScoreLoop(threshold=1.2, alpha=0.1, warmup=2)
 
-    def selective(warmup_steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        loop = SelectiveLoop(2, 4)
-        told = {
-            "due": lambda step: loop.due(step - warmup_steps),
-            "landed": lambda p, at, *seen: loop.landed(p, at - warmup_steps, *seen),
-        }
-        number = {"warmup_steps": warmup_steps}
-        return {**number, **told}, {**number, "schedule": Selective(threshold=0.4)}
-
-    for groups, inner, steps, loops, own in (
-        (3, "adamw", 60, *selective(0)),
-        (3, "adamw", 60, *selective(3)),
-        (3, "sgd", 30, {"shares": shares_by_norm}, {"weighing": ByNorm(temperature=0.05)}),
-        (3, "sgd", 30, {"shares": shares_by_median}, {"weighing": ByMedian()}),
-        (3, "sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
-        (2, "adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
+    loop = SelectiveLoop(2, 4)
+    selective = {
+        "warmup_steps": 3,
+        "due": lambda step: loop.due(step - 3),
+        "landed": lambda p, at, *seen: loop.landed(p, at - 3, *seen),
+    }
+    for inner, steps, loops, own in (
+        ("adamw", 60, selective, {"warmup_steps": 3, "schedule": Selective(threshold=0.4)}),
+        ("sgd", 30, {"shares": shares_by_norm}, {"weighing": ByNorm(temperature=0.05)}),
+        ("sgd", 30, {"shares": shares_by_median}, {"weighing": ByMedian()}),
+        ("sgd", 40, {"shares": guard}, {"weighing": ZScore(threshold=1.2, alpha=0.1, warmup=2)}),
+        ("adamw", 30, {"carries": True, "overlap_steps": 3}, {"mixing": Carry(), "overlap_steps": 3}),
     ):
         base = {**choices, "idle": lambda group, step: group == 1 and step % 2 == 0}
-        expected = followed(inner, groups, steps, {**base, **loops}, {**base, **own}, 20)
-        plain = by_loops(inner, groups, steps, **base)
+        expected = followed(inner, 3, steps, {**base, **loops}, {**base, **own}, 20)
+        plain = by_loops(inner, 3, steps, **base)
         assert any(not torch.allclose(values, plain.outer[name]) for name, values in expected.outer.items()), own
         assert "schedule" not in own or 8 < len(expected.launches) < 25, "strides differ"
     assert guard.left_out >= 2
