@@ -197,7 +197,6 @@ class World:
     def __init__(self, folder: Path, keys: Path, terms: Terms = TERMS) -> None:
         self.folder, self.keys, self.terms, self.port = folder, keys, terms, 0
         self.sites: dict[str, ScriptedSite] = {}
-        self.gaps: dict[str, float] = {}
         self.open: list[Any] = []
 
     def start(self, sites: int | None = None) -> HubService:
@@ -228,23 +227,23 @@ class World:
     def status(self) -> dict[str, Any]:
         return self.ask("viewer", "status")
 
-    def run(self, true: Callable[[], object]) -> None:
-        """Trains until something is true, and notes the longest time that a step of each site took."""
+    def run(self, true: Callable[[], object], longest_step: float = 60.0) -> None:
+        """Trains until something is true, and no step may take longer than that."""
         end = time.monotonic() + 60.0
         while not true():
             assert time.monotonic() < end, f"it did not come true: {self.status()}"
-            for name, site in self.sites.items():
+            for site in self.sites.values():
                 began = time.monotonic()
                 site.step()
-                self.gaps[name] = max(self.gaps.get(name, 0.0), time.monotonic() - began)
+                assert time.monotonic() - began < longest_step
             time.sleep(0.005)
 
-    def rounds(self, least: int) -> None:
+    def rounds(self, least: int, longest_step: float = 60.0) -> None:
         """Trains until all have landed so many rounds."""
-        self.run(lambda: all(min(site.rounds) >= least for site in self.sites.values()))
+        self.run(lambda: all(min(site.rounds) >= least for site in self.sites.values()), longest_step)
 
-    def more(self, rounds: int) -> None:
-        self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds)
+    def more(self, rounds: int, longest_step: float = 60.0) -> None:
+        self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds, longest_step)
 
     def kill(self, name: str) -> ScriptedSite:
         """Ends a site without a word, as the end of its process does."""
