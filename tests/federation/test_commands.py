@@ -34,47 +34,39 @@ STATUS: dict[str, Any] = {
 FOUNDING = {"run": "llm", "founded": False, "trouble": None, "missing": 2, "here": ["a"]}
 
 
-class HubProcess:
+class HubProcess(subprocess.Popen[str]):
     """``sdiloco hub`` in a process of its own, at which the sites of a world meet."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def start(self, *options: str) -> str:
-        """Returns what it says first."""
-        world = self.world
+    def __init__(self, world: World, *options: str) -> None:
         command = [sys.executable, "-m", "lightning_sdiloco.tools.cli", "hub", "--run", RUN, "--keys", str(world.keys)]
         command += ["--listen", f"127.0.0.1:{world.port}", "--ledger", str(world.folder / "hub.sqlite"), *options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        said = self.said()
-        world.port = int(said.split("port ")[1].split(":")[0])
-        return said
+        super().__init__(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self.greeting = self.said()
+        world.port, world.service = int(self.greeting.split("port ")[1].split(":")[0]), self  # type: ignore[assignment]
 
     def said(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
+        assert self.stdout is not None
+        return self.stdout.readline()
 
     def end(self, number: int) -> str:
-        self.process.send_signal(number)
-        return self.process.communicate(timeout=100)[0]
+        self.send_signal(number)
+        return self.communicate(timeout=100)[0]
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        if self.poll() is None:
             self.end(signal.SIGKILL)
 
 
 def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     world: World, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub: Any = HubProcess(world)
-    world.service = hub
-
     def asked(who: str, *command: str) -> str:
         main([*command, "--hub", f"127.0.0.1:{world.port}", "--keys", str(world.keys / f"{who}.bundle")])
         return capsys.readouterr().out
 
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
-    assert "it waits for 2 sites that found the run" in hub.start("--sites", "2", *metrics)
+    hub = HubProcess(world, "--sites", "2", *metrics)
+    assert "it waits for 2 sites that found the run" in hub.greeting
     if metrics:
         port = int(hub.said().split("port ")[1].split(",")[0])
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -86,7 +78,8 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
             world.sites["a"].step()
         hub.end(signal.SIGKILL)
         # Killed at any moment: what it had told is there, or a site would refuse it; what it had not is sent again.
-        assert "it goes on after" in hub.start()
+        hub = HubProcess(world)
+        assert "it goes on after" in hub.greeting
     world.more(2)
     # Whether a site follows, the hub that was started again learns from its next sign of life.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
