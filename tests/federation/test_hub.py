@@ -38,8 +38,6 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(world: World) -> None:
-    world.terms = replace(TERMS, lease=1.0)
-
     def rounds() -> list[int]:
         return [own["round"] for own in world.service.status()["fragments"]]
 
