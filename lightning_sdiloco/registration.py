@@ -29,9 +29,10 @@ _REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_pytorch", _FABRIC),
     "pytorch_lightning.strategies": ("StrategyRegistry", "pytorch_lightning", _TRAINER),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "pytorch_lightning", _FABRIC),
+    # A LightningCLI has no registry.
+    "lightning.pytorch.cli": ("", "lightning_pytorch", {}),
+    "pytorch_lightning.cli": ("", "pytorch_lightning", {}),
 }
-
-_CLIS = {"lightning.pytorch.cli": "lightning_pytorch", "pytorch_lightning.cli": "pytorch_lightning"}
 
 _START_METHODS: dict[str, dict[str, Any]] = {
     "": {},
@@ -61,16 +62,16 @@ def variants(name: str) -> dict[str, dict[str, Any]]:
 
 def register_when_imported() -> None:
     """Registers the strategies in what is imported already, and in what will be."""
-    for module in sys.modules.keys() & {*_REGISTRIES, *_CLIS}:
+    for module in sys.modules.keys() & _REGISTRIES.keys():
         _register(sys.modules[module])
     sys.meta_path.insert(0, _Finder())
 
 
 def _register(module: ModuleType) -> None:
-    if module.__name__ in _CLIS:
-        import_module(f"lightning_sdiloco.{_CLIS[module.__name__]}")
-        return
     attribute, ours, classes = _REGISTRIES[module.__name__]
+    if not attribute:
+        import_module(f"lightning_sdiloco.{ours}")
+        return
     registry = getattr(module, attribute)
     for start, strategy in classes.items():
         for name, arguments in variants(start).items():
@@ -89,7 +90,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES and fullname not in _CLIS:
+        if fullname not in _REGISTRIES:
             return None
         others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
         spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)

@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import lightning_sdiloco
-from lightning_sdiloco.lightning.host.patching import REGISTER
+from lightning_sdiloco.lightning.host import REGISTER
 
 PACKAGE = Path(lightning_sdiloco.__file__).parent
 ROOT = PACKAGE.parent

@@ -9,7 +9,6 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 from lightning_sdiloco.errors import ExchangeError
@@ -28,51 +27,56 @@ _runs = itertools.count()
 
 class Failures:
     def __init__(self, store: Any, rank: int, group: int, world_size: int) -> None:
-        self._store = store
-        self._rank = rank
-        self._group = group
-        self._world_size = world_size
+        self._store, self._rank, self._world_size = store, rank, world_size
+        self._who = f"Rank {rank} (worker group {group})"
         self._key = f"streaming_diloco/failure/{next(_runs)}"
 
     def leave(self, exception: BaseException) -> None:
         """Leaves word of this rank's failure, and reports which rank failed first if it was another one."""
         if self._store is None:
             return
-        who, lost = f"Rank {self._rank} (worker group {self._group})", _lost_contact(exception)
+        lost, readers = _lost_contact(exception), f"{self._key}/readers"
         error = f"{type(exception).__name__}: {exception}".removesuffix(": ")
-        word = f"{who} {'lost contact' if lost else 'failed'} first: {error}"
-        readers = f"{self._key}/readers"
+        word = f"{self._who} {'lost contact' if lost else 'failed'} first: {error}"
+        words: list[str] = []  # The first that any rank left, which is this rank's own if there was none.
+        looked, deadline = threading.Event(), time.monotonic() + _SECONDS + _READING_SECONDS
 
-        def first_word() -> str:
-            # The first that any rank left, and this rank's own if there is none.
-            first = self._store.compare_set(self._key, "", word).decode()
-            self._store.add(readers, 1)
-            return str(first)
+        def look() -> None:
+            try:
+                words.append(self._store.compare_set(self._key, "", word).decode())
+                self._store.add(readers, 1)
+                looked.set()
+                # Until all ranks have looked into the store, which often ends with rank 0.
+                while lost and self._rank == 0 and words != [word] and time.monotonic() < deadline:
+                    if self._store.add(readers, 0) >= self._world_size:
+                        break
+                    time.sleep(0.05)
+            except Exception as error:
+                # The store ends with the process that keeps it.
+                _log.debug("The store of the default process group did not answer: %s", error)
+            finally:
+                looked.set()
 
-        def wait_for_readers() -> None:
-            # Until all ranks have looked into the store, which often ends with rank 0.
-            deadline = time.monotonic() + _READING_SECONDS
-            while time.monotonic() < deadline and self._store.add(readers, 0) < self._world_size:
-                time.sleep(0.05)
-
-        first = _within(_SECONDS, first_word)
+        thread = threading.Thread(target=look, name="sdiloco-failure", daemon=True)
+        thread.start()
+        looked.wait(_SECONDS)
         if isinstance(exception, KeyboardInterrupt) or not lost:
             return
-        if first == word:
+        if words == [word]:
             told = (
-                f"{who} has lost contact with another rank, and none has left word of a failure: a process was killed,"
-                " or a machine or the network failed."
+                f"{self._who} has lost contact with another rank, and none has left word of a failure: a process was"
+                " killed, or a machine or the network failed."
             )
-        elif first is None and self._rank != 0:
+        elif not words and self._rank != 0:
             told = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
         else:
-            told = first or ""
+            told = "".join(words)
         if told:
             _log.error(told)
             if hasattr(exception, "add_note"):
                 exception.add_note(told)
-        if self._rank == 0 and first not in (None, word):
-            _within(_READING_SECONDS, wait_for_readers)
+        if words:
+            thread.join(_READING_SECONDS)
 
 
 def _lost_contact(error: BaseException | None) -> bool:
@@ -85,20 +89,3 @@ def _lost_contact(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Returns what a call returns, or None if it fails or takes longer."""
-    results: list[Any] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except Exception as error:
-            # The store ends with the process that keeps it.
-            _log.debug("The store of the default process group did not answer: %s", error)
-
-    thread = threading.Thread(target=run, name="sdiloco-failure", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

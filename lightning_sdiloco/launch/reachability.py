@@ -1,4 +1,8 @@
-"""Checks that every rank reaches all others, before process groups are made.
+"""On which address a rank listens, and whether all others reach it, before process groups are made.
+
+gloo takes the interface that ``GLOO_SOCKET_IFNAME`` names, and otherwise the address of the host name. Where the
+network inside a worker group is faster than the one between groups, ``SDILOCO_EXCHANGE_INTERFACE`` names the interface
+for the process groups that join worker groups. It differs between machines, so it is no argument of the strategy.
 
 [Note: reachability first] A process group connects its ranks when it is made, or with its first collective. If a rank
 cannot be reached, the process group waits for its whole timeout, and its error names no address. So every rank first
@@ -8,16 +12,100 @@ directions, since which of two ranks calls the other is up to gloo.
 
 import ipaddress
 import logging
+import os
 import secrets
 import socket
+import struct
+import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager, suppress
+from socketserver import BaseRequestHandler, ThreadingTCPServer
+from typing import Any, NamedTuple
+
+from typing_extensions import override
 
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, try_to_connect
 
 _log = logging.getLogger(__name__)
+
+GLOO = "GLOO_SOCKET_IFNAME"
+EXCHANGE = "SDILOCO_EXCHANGE_INTERFACE"
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+
+
+def group_address() -> str:
+    """Returns the address on which gloo listens for ranks of the same worker group."""
+    if os.environ.get(GLOO):
+        return _chosen(GLOO)[1]
+    # What gloo chooses: the first address of the host name that this machine has, otherwise the loopback.
+    try:
+        known = socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM)
+    except OSError:
+        known = []
+    for family, kind, protocol, _, place in known:
+        with suppress(OSError), socket.socket(family, kind, protocol) as trying:
+            trying.bind(place)
+            return str(place[0])
+    return "127.0.0.1"
+
+
+def exchange_address() -> str:
+    """Returns the address on which gloo listens for ranks of other worker groups."""
+    return _chosen(EXCHANGE)[1] if has_exchange_interface() else group_address()
+
+
+def has_exchange_interface() -> bool:
+    """Returns whether ``SDILOCO_EXCHANGE_INTERFACE`` names an interface for what joins worker groups."""
+    return bool(os.environ.get(EXCHANGE))
+
+
+@contextmanager
+def for_exchange() -> Iterator[None]:
+    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
+    if not has_exchange_interface():
+        yield
+        return
+    before = os.environ.get(GLOO)
+    os.environ[GLOO] = _chosen(EXCHANGE)[0]
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[GLOO]
+        else:
+            os.environ[GLOO] = before
+
+
+def _chosen(variable: str) -> tuple[str, str]:
+    """Returns name and address of the interface that a variable chooses; that of the exchange may give the address."""
+    given = os.environ[variable]
+    if sys.platform != "linux":
+        raise ValueError(f"{variable}={given!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
+    import fcntl  # it does not exist on every system
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    for name, address in found.items():
+        # gloo takes a list of interfaces, and every connection uses one of them.
+        if name == given.partition(",")[0] or (variable == EXCHANGE and address == given):
+            return name, address
+    known = ", ".join(f"{name} ({address})" for name, address in found.items())
+    raise ValueError(
+        f"{variable}={given!r} is no interface with an IPv4 address on {socket.gethostname()}, which has {known}. Set"
+        f" {variable} to one of these on this machine."
+    )
+
+
+# Whether all ranks reach each other
 
 # How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
@@ -48,41 +136,28 @@ class Endpoints(NamedTuple):
     error: str = ""
 
 
-class Listener:
+class Listener(ThreadingTCPServer):
     """Listens on an address and answers every connection, in a thread of its own."""
 
+    daemon_threads, request_queue_size = True, _CONNECTIONS
+
     def __init__(self, address: str, serve: Callable[[socket.socket], None]) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.bind((address, 0))
-        self._socket.listen(_CONNECTIONS)
-        self._serve = serve
-        self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="sdiloco-listener", daemon=True).start()
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, 0), BaseRequestHandler)
+        self._serve, self.port = serve, int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.02,), name="sdiloco-listener", daemon=True).start()
+
+    @override
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        request.settimeout(SECONDS)
+        try:
+            self._serve(request)
+        except OSError as error:
+            _log.debug("A connection ended: %s", error)
 
     def close(self) -> None:
-        # Closing alone does not wake a thread that waits for a connection.
-        try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError as error:
-            _log.debug("The socket was not connected: %s", error)
-        self._socket.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._answer, args=(connection,), name="sdiloco-answer", daemon=True).start()
-
-    def _answer(self, connection: socket.socket) -> None:
-        with connection:
-            connection.settimeout(SECONDS)
-            try:
-                self._serve(connection)
-            except OSError as error:
-                _log.debug("A connection ended: %s", error)
+        self.shutdown()
+        self.server_close()
 
 
 def require_reachable(

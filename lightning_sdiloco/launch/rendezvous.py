@@ -37,6 +37,8 @@ _GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + _PING
 
 _SHOWN_BYTES = 48
 
+_AGENT_KEEPS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun sets it
+
 _CHOOSE = "Choose another MASTER_PORT, the same for all ranks."
 
 
@@ -85,7 +87,7 @@ class Rendezvous:
 def rendezvous_at(host: str, port: int, rank: int, world_size: int, timeout: timedelta) -> Rendezvous:
     """Meets the other ranks at an address, where the default process group will be made."""
     store = None
-    if rank == 0 and not _agent_keeps_store():
+    if rank == 0 and os.environ.get(_AGENT_KEEPS_STORE) != "True":
         own = "127.0.0.1"  # The given address may be another machine's, where torch would wait for an answer.
         try:
             store = TCPStore(own, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
@@ -176,12 +178,12 @@ def reason(error: OSError) -> str:
 
 def warn_of_shared_store(rank: int) -> None:
     """Warns, on rank 0, if torchrun is to restart processes and yet lends them its store."""
-    if rank == 0 and _agent_keeps_store() and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+    if (
+        rank == 0
+        and os.environ.get(_AGENT_KEEPS_STORE) == "True"
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    ):
         _log.warning(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."
             " Without it, restarted processes try to reach those before them, and fail."
         )
-
-
-def _agent_keeps_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

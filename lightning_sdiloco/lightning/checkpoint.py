@@ -26,13 +26,14 @@ fail where nothing has been logged since. So every rank saves its own metrics: w
 has accumulated.
 """
 
-import builtins
 import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pkgutil import resolve_name
 from threading import Lock
+from types import NoneType
 from typing import Any
 
 import torch
@@ -41,12 +42,19 @@ from torchmetrics import Metric
 
 from lightning_sdiloco.algorithm.config import AUTO, Settings
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.engine.checkpoint import Restart, restart_from, write_common_file, write_ranks
+from lightning_sdiloco.engine.checkpoint import (
+    Restart,
+    own_state,
+    restart_from,
+    take_up_state,
+    write_common_file,
+    write_ranks,
+)
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
-from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.host import wrap
 from lightning_sdiloco.lightning.model_format import Checkpoint, Load
 
 _log = logging.getLogger(__name__)
@@ -61,19 +69,21 @@ class Checkpointer:
     def __init__(self, fit: FitState) -> None:
         self._fit, self._trainer, self._groups = fit, fit.trainer, fit.groups
         self._options, self._format = fit.options, fit.format
-        self._resumed: dict[str, Any] | None = None
+        self.resumed: dict[str, Any] | None = None
+        """What this rank saved, of a fit that is about to resume exactly."""
         self._restart: Restart | None = None
         self._random_state: dict[str, Any] | None = None
         # The checkpoints of this run that still exist, and whether it saved each itself.
         self._standing: dict[str, bool] = {}
-        self._placing: Placing | None = None
+        # See [Note: late writers]: the CheckpointIO that really writes, what follows when the file of a save is in its
+        # place, and the removals of files that are just being written.
+        self._io: Any = None
+        self._undo = ExitStack()
+        self._afterwards: dict[str, Callable[[], None]] = {}
+        self._lock = Lock()
+        self._removals: dict[str, list[Callable[[], None]]] = {}
 
     # Resume
-
-    @property
-    def resumes_exactly(self) -> bool:
-        """Whether the fit that is about to run resumes exactly where its checkpoint was saved."""
-        return self._resumed is not None
 
     def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
         checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
@@ -84,35 +94,35 @@ class Checkpointer:
             self._load_for_restart(checkpoint, str(path), header)
         else:
             self._require_the_settings_of(header)
-            self._resumed = files.read_rank(str(path), header, self._trainer.global_rank)
+            self.resumed = files.read_rank(str(path), header, self._trainer.global_rank)
             self._standing[str(path)] = False
-            self._take_up(checkpoint, self._resumed)
+            self._take_up(checkpoint, self.resumed)
         return checkpoint
 
     def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
             engine.restart(self._restart)
-        if self._resumed is not None:
-            engine.load_state_dict(self._resumed["engine"])
-            self._fit.requests.done_at = dict(self._resumed["requests"])
+        if self.resumed is not None:
+            engine.load_state_dict(self.resumed["engine"])
+            self._fit.requests.done_at = dict(self.resumed["requests"])
             for bit in SIGNALLED:
                 # It was done by saving the checkpoint.
                 self._fit.requests.settle(bit)
-            self._random_state = self._resumed["random"]
-            load_metrics_state_dict(self._trainer, self._resumed["metrics"])
+            self._random_state = self.resumed["random"]
+            load_metrics_state_dict(self._trainer, self.resumed["metrics"])
             if self.averaging is not None:
-                self.averaging.load_state_dict(self._resumed["averaging"])
+                self.averaging.load_state_dict(self.resumed["averaging"])
         if self._random_state is not None:
             files.set_random_state(self._random_state)
         self.forget()
 
     def forget(self) -> None:
-        self._resumed = self._restart = self._random_state = None
+        self.resumed = self._restart = self._random_state = None
 
     def make_trainable(self, model: nn.Module) -> None:
         """Makes those parameters trainable that were when the checkpoint was saved; callbacks do not do so."""
-        if self._resumed is not None:
-            trainable = {name for fragment in self._resumed["engine"]["fragments"] for name in fragment["names"]}
+        if self.resumed is not None:
+            trainable = {name for fragment in self.resumed["engine"]["fragments"] for name in fragment["names"]}
         elif self._restart is not None and not self._options.restarts:
             trainable = set(self._restart.parameters)
         else:
@@ -127,7 +137,13 @@ class Checkpointer:
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
         if own["precision"] is not None:
             checkpoint[precision] = own["precision"]
-        self._format.take_up_optimizers(checkpoint, self._trainer.strategy.optimizers, own["optimizer_states"])
+        self._take_up_optimizers(checkpoint, own["optimizer_states"])
+
+    def _take_up_optimizers(self, checkpoint: Checkpoint, states: list[Any]) -> None:
+        checkpoint["optimizer_states"] = states
+        if self._format.is_sharded:  # Lightning restores these when it loads the file.
+            for optimizer, state in zip(self._trainer.strategy.optimizers, states, strict=True):
+                take_up_state(optimizer, state)
 
     def _require_the_settings_of(self, header: dict[str, Any]) -> None:
         saved = header["settings"]
@@ -142,8 +158,22 @@ class Checkpointer:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
         if not self._options.restarts:
             self._require_the_settings_of(header)
-        self._restart = self._as_rank_zero_reads(path, header)
-        topology, layout = self._groups.topology, header["layout"]
+        topology, layout, settings = self._groups.topology, header["layout"], self._options.settings
+
+        def read() -> Restart | None:
+            """Reads on rank 0, for all: they may see different files."""
+            if topology.rank:
+                return None
+            # What is in flight lands as it would have landed.
+            before = settings.taken_from(header["settings"])
+            same_optimizer = header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
+            return restart_from(files.read_groups(path, header), before if same_optimizer else None)
+
+        first = topology.world.attempt(read)[0]
+        if first.failure:
+            is_told = "ValueError" in first.failure
+            raise ValueError(first.text if is_told else f"{path} cannot be read: {first.failure[0]}: {first.text}")
+        self._restart = Restart.of(first.value)
         size, own = layout["group_size"], None
         # This rank reads the file of its group and shard, if there is one, or of the group's first.
         mesh = {name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")}
@@ -154,7 +184,7 @@ class Checkpointer:
             # Without state, but with the learning rates from which schedulers go on.
             states = [{"state": {}, "param_groups": of} for of in header.get("param_groups", [])]
             states = states or [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
-            self._format.take_up_optimizers(checkpoint, self._trainer.strategy.optimizers, states)
+            self._take_up_optimizers(checkpoint, states)
         else:
             self._take_up(checkpoint, own if layout == self._layout() else {**own, "loader": None})
             if topology.group_rank < size:
@@ -173,24 +203,6 @@ class Checkpointer:
                 ", ".join(map(str, fresh)) or "none",
             )
 
-    def _as_rank_zero_reads(self, path: str, header: dict[str, Any]) -> Restart:
-        """Returns what rank 0 reads, or raises its error on all ranks: they may see different files."""
-        restart, refusal = Restart({}, {}, {}), ""
-        if self._trainer.is_global_zero:
-            # What is in flight lands as it would have landed.
-            settings = self._options.settings.taken_from(header["settings"])
-            same_optimizer = header["settings"].get("outer_optimizer") == settings.described()["outer_optimizer"]
-            try:
-                states = files.read_groups(path, header)
-                restart = restart_from(states, settings if same_optimizer else None)
-            except Exception as error:
-                # Of any error, because the other ranks are waiting to hear of it.
-                refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
-        restart, refusal = self._groups.topology.world.all_gather_object((restart, refusal))[0]
-        if refusal:
-            raise ValueError(refusal)
-        return Restart.of(restart)
-
     # Save
 
     def save(self, engine: StreamingDiLoCo, checkpoint: Checkpoint, path: Any, write: Write) -> None:
@@ -205,7 +217,9 @@ class Checkpointer:
             "requests": dict(self._fit.requests.done_at),
             "averaging": averaging.state_dict() if averaging is not None else None,
             "random": files.random_state(),
-            "optimizer_states": self._format.optimizer_states(checkpoint, host.optimizers),
+            "optimizer_states": [own_state(optimizer) for optimizer in host.optimizers]
+            if self._format.is_sharded
+            else list(checkpoint["optimizer_states"]),
             "metrics": metrics_state_dict(self._trainer),
             "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
             "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
@@ -225,8 +239,12 @@ class Checkpointer:
 
         def write_common() -> None:
             if self._trainer.is_global_zero and not self._format.in_folders:
-                self._placing = self._placing or Placing(host.checkpoint_io)
-                self._placing.afterwards[saved.header["save"]] = remove_older
+                if self._io is None:
+                    self._io = host.checkpoint_io
+                    while getattr(self._io, "checkpoint_io", None) is not None:
+                        self._io = self._io.checkpoint_io
+                    wrap(self._undo, self._io, "save_checkpoint", self._place)
+                self._afterwards[saved.header["save"]] = remove_older
             write({**checkpoint, files.KEY: saved.header}, path)
 
         write_common_file(saved, topology, write_common, self._advice)
@@ -264,62 +282,24 @@ class Checkpointer:
         return next(reversed(self._standing), "an earlier run's checkpoint: this run had saved none")
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
+        """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it is written."""
         self._standing.pop(str(path), None)
         if not self._trainer.is_global_zero:
             return
-        if self._placing is not None:
-            self._placing.remove(str(path), remove)
-        else:
-            remove(path)
-            files.remove_folder(str(path))
-
-    def close(self) -> None:
-        if self._placing is not None:
-            self._placing.undo.close()
-            self._placing = None
-
-    # What is compared
-
-    def _settings(self) -> dict[str, str]:
-        auto, settings = self._options.auto, self._options.settings
-        # What suits sync_every is known once the planner has chosen that.
-        chosen = settings if auto else settings.chosen_for(self._groups.topology.num_groups)
-        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(auto, repr(AUTO))}
-
-    def _layout(self) -> dict[str, int]:
-        return self._format.saved_layout(self._groups.topology)
-
-
-class Placing:
-    """Replaces the saving of a strategy's innermost CheckpointIO until it is closed; see [Note: late writers]."""
-
-    def __init__(self, io: Any) -> None:
-        while getattr(io, "checkpoint_io", None) is not None:
-            io = io.checkpoint_io
-        self._io = io
-        self._write: Callable[..., None] = io.save_checkpoint
-        self.afterwards: dict[str, Callable[[], None]] = {}
-        """What is to be done when the checkpoint of a save is in its place."""
-        self._lock = Lock()
-        self._removals: dict[str, list[Callable[[], None]]] = {}  # Of files that are just being written.
-        self.undo = ExitStack()
-        replace(self.undo, io, "save_checkpoint", self._save)
-
-    def remove(self, path: str, remove: Callable[[str], None]) -> None:
-        """Removes a checkpoint file and its folder; if a thread is just writing them, as soon as they are written."""
         with self._lock:
-            if path in self._removals:
-                self._removals[path].append(partial(self.remove, path, remove))
+            if str(path) in self._removals:
+                self._removals[str(path)].append(partial(self.remove, path, remove))
             else:
                 remove(path)
-                files.remove_folder(path)
+                files.remove_folder(str(path))
 
-    def _save(self, checkpoint: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> None:
+    def _place(self, write: Callable[..., None], checkpoint: Checkpoint, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Writes the file of a checkpoint, in whatever thread, and then does what follows."""
         save = checkpoint.get(files.KEY, {}).get("save")
-        if save not in self.afterwards:
-            self._write(checkpoint, path, *args, **kwargs)
+        if save not in self._afterwards:
+            write(checkpoint, path, *args, **kwargs)
             return
-        afterwards = self.afterwards.pop(save)
+        afterwards = self._afterwards.pop(save)
         with self._lock:
             if not files.is_whole(path, save):
                 return  # It was removed before its turn came.
@@ -329,7 +309,7 @@ class Placing:
         # system, this copies over the old file, which is then neither the old nor the new one for a while.
         part = files.beside(path, save) if type(self._io).__name__ == "TorchCheckpointIO" else None
         try:
-            self._write(checkpoint, part or path, *args, **kwargs)
+            write(checkpoint, part or path, *args, **kwargs)
             if part is not None:
                 files.take_place(part, path)
         finally:
@@ -340,160 +320,148 @@ class Placing:
         for removal in removals:
             removal()
 
+    def close(self) -> None:
+        self._undo.close()
+        self._io = None
+
+    # What is compared
+
+    def _settings(self) -> dict[str, str]:
+        auto, settings = self._options.auto, self._options.settings
+        # What suits sync_every is known once the planner has chosen that.
+        chosen = settings if auto else settings.chosen_for(self._groups.topology.num_groups)
+        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(auto, repr(AUTO))}
+
+    def _layout(self) -> dict[str, int]:
+        topology = self._groups.topology
+        return {"worker_groups": topology.num_groups, "group_size": topology.group_size, **self._format.mesh}
+
 
 # Epochs
 
 
 def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
     """Patches the loops of a trainer; see [Note: epochs after a resume] and [Note: the rest of a batch]."""
-    loop = trainer.fit_loop
-    start, reset_epoch = loop.on_advance_start, loop.epoch_loop.reset
+    loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    progress, once = epoch_loop.batch_progress, undo.enter_context(ExitStack())
 
-    def start_epoch() -> None:
-        if loop.restarted_mid_epoch and _is_at_last_batch(loop.epoch_loop):
-            loop.reset_restart_stage()
-        start()
-
-    replace(undo, loop, "reset", partial(_reset_fit, trainer, undo, loop.reset))
-    replace(undo, loop, "on_advance_start", start_epoch)
-    replace(undo, loop.epoch_loop, "reset", partial(_reset_epoch, trainer, reset_epoch))
-
-
-def _is_at_last_batch(epoch_loop: Any) -> bool:
-    return bool(epoch_loop.restarted_on_train_batch_end and epoch_loop.batch_progress.is_last_batch)
-
-
-def _reset_fit(trainer: Any, undo: ExitStack, original: Callable[[], None]) -> None:
-    """Resets the fit loop; a run that was saved after a batch or an epoch then begins with the rest of that."""
-    loop, progress = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
-    once = undo.enter_context(ExitStack())
-    start, end = loop.on_advance_start, loop.on_advance_end
-
-    def end_batch(data_fetcher: Any) -> None:
-        # In the place of the first batch, so that Lightning goes on as after any batch.
-        once.close()
-        loop.epoch_loop.val_loop.restarting = False
-        trainer.strategy.fit.finish_with_last_batch()
-
-    def end_epoch_and_start() -> None:
-        once.close()
-        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
-        start()
-
-    def end_epoch() -> None:
-        # As in a run that was not resumed: learning rates that depend on metrics are updated.
-        loop._restarting = False
-        end()
+    def is_at_last_batch() -> bool:
+        return bool(epoch_loop.restarted_on_train_batch_end and progress.is_last_batch)
 
     def was_saved_in_a_hook_at_the_end(count: Any) -> bool:
         # The completion of the batch or the epoch is not counted yet.
         return bool(count.ready == count.started == count.processed == count.completed + 1)
 
-    if trainer.strategy.fit.checkpointer.resumes_exactly:
-        replace(undo, loop, "on_advance_end", end_epoch)
-        if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
-            replace(once, loop, "on_advance_start", end_epoch_and_start)
-            # The epoch is over: Lightning sees that where epochs bound the run, and not where steps do.
-            loop._restarting = loop.epoch_loop.restarting = False
-        ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
-        if loop.epoch_loop.restarting and all(ends):
-            progress.increment_completed()
-            replace(once, loop.epoch_loop, "advance", end_batch)
-    original()
+    def end_batch(advance: Any, data_fetcher: Any) -> None:
+        # In the place of the first batch, so that Lightning goes on as after any batch.
+        once.close()
+        epoch_loop.val_loop.restarting = False
+        trainer.strategy.fit.finish_with_last_batch()
 
+    def end_epoch_and_start(start: Callable[[], None]) -> None:
+        once.close()
+        epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        start()
 
-def _reset_epoch(trainer: Any, original: Callable[[], None]) -> None:
-    """Resets the epoch loop, and starts the next epoch if a run resumes from the last batch of one."""
-    loop = trainer.fit_loop.epoch_loop
-    ended = _is_at_last_batch(loop)
-    original()
-    if ended and loop.batch_progress.is_last_batch:
-        for progress in (loop.batch_progress, loop.scheduler_progress, loop.automatic_optimization.optim_progress):
-            progress.reset_on_run()
-        loop.val_loop.batch_progress.total.reset()
-    # Lightning has is_resuming from 2.5.3 on.
-    resumed = getattr(trainer.fit_loop, "is_resuming", False) or loop.restarting
-    if resumed and trainer.current_epoch > 0 and loop.batch_progress.current.ready == 0:
-        iter(trainer.fit_loop._data_fetcher)
+    def end_epoch(end: Callable[[], None]) -> None:
+        # As in a run that was not resumed: learning rates that depend on metrics are updated.
+        loop._restarting = False
+        end()
+
+    def reset_fit(reset: Callable[[], None]) -> None:
+        """A run that was saved after a batch or an epoch begins with the rest of that."""
+        if trainer.strategy.fit.checkpointer.resumed is not None:
+            wrap(undo, loop, "on_advance_end", end_epoch)
+            if was_saved_in_a_hook_at_the_end(loop.epoch_progress.total):
+                wrap(once, loop, "on_advance_start", end_epoch_and_start)
+                # The epoch is over: Lightning sees that where epochs bound the run, and not where steps do.
+                loop._restarting = epoch_loop.restarting = False
+            ends = map(was_saved_in_a_hook_at_the_end, (progress.total, progress.current))
+            if epoch_loop.restarting and all(ends):
+                progress.increment_completed()
+                wrap(once, epoch_loop, "advance", end_batch)
+        reset()
+
+    def start_epoch(start: Callable[[], None]) -> None:
+        if loop.restarted_mid_epoch and is_at_last_batch():
+            loop.reset_restart_stage()
+        start()
+
+    def reset_epoch(reset: Callable[[], None]) -> None:
+        """Starts the next epoch if a run resumes from the last batch of one."""
+        ended = is_at_last_batch()
+        reset()
+        if ended and progress.is_last_batch:
+            for each in (progress, epoch_loop.scheduler_progress, epoch_loop.automatic_optimization.optim_progress):
+                each.reset_on_run()
+            epoch_loop.val_loop.batch_progress.total.reset()
+        # Lightning has is_resuming from 2.5.3 on.
+        resumed = getattr(loop, "is_resuming", False) or epoch_loop.restarting
+        if resumed and trainer.current_epoch > 0 and progress.current.ready == 0:
+            iter(loop._data_fetcher)
+
+    wrap(undo, loop, "reset", reset_fit)
+    wrap(undo, loop, "on_advance_start", start_epoch)
+    wrap(undo, epoch_loop, "reset", reset_epoch)
 
 
 # Metrics
 
-# The arguments of `self.log`: Lightning insists that they are the same in the next call.
-_ARGUMENTS = (
-    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx"),
-    "metric_attribute",
-)
-_SUMS = ("value", "cumulated_batch_size", "_forward_cache")
+# What a metric has beside its own states.
+_BESIDE = ("_update_count", "_forward_cache")
 
 
 def metrics_state_dict(trainer: Any) -> dict[str, Any]:
     seen = trainer._logger_connector._callback_metrics if trainer.strategy.is_alone else trainer.callback_metrics
     epoch = trainer.fit_loop.epoch_progress.current
     results = trainer.fit_loop.epoch_loop._results if epoch.processed < epoch.started else {}
-    return {
-        "seen": _tensors(seen),
-        "epoch": {key: _result_state(result) for key, result in results.items() if _is_restorable(result)},
-    }
+    saved = {}
+    for key, result in results.items():
+        meta, reduction = result.meta, result.meta.reduce_fx.__name__
+        # A process group cannot be found again, nor can a metric that is not part of the module.
+        if result.has_reset or meta.sync.group is not None or not (result.is_tensor or meta.metric_attribute):
+            continue
+        saved[key] = {
+            # The arguments of `self.log`: Lightning insists that they are the same in the next call.
+            "arguments": {name: told for name, told in vars(meta).items() if isinstance(told, (str, bool, NoneType))},
+            "reduction": f"{'torch' if meta.reduce_fx is getattr(torch, reduction, None) else 'builtins'}:{reduction}",
+            "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
+            "is_tensor": result.is_tensor,
+            "parts": {
+                name: {state: _plain(getattr(part, state)) for state in (*part._defaults, *_BESIDE)}
+                for name, part in _parts(result).items()
+            },
+        }
+    return {"seen": {name: _plain(value) for name, value in seen.items() if isinstance(value, Tensor)}, "epoch": saved}
 
 
 def load_metrics_state_dict(trainer: Any, state: dict[str, Any]) -> None:
-    connector = trainer._logger_connector
+    connector, results = trainer._logger_connector, trainer.fit_loop.epoch_loop._results
+    classes: Any = sys.modules[type(results).__module__]
     connector._callback_metrics.update(state["seen"])
-    results = trainer.fit_loop.epoch_loop._results
     for key, saved in state["epoch"].items():
-        results[key] = _restored_result(trainer, saved).to(trainer.strategy.root_device)
+        meta = classes._Metadata(**saved["arguments"], reduce_fx=resolve_name(saved["reduction"]))
+        meta.sync = classes._Sync(fn=trainer.strategy.reduce, **saved["sync"])
+        result = results[key] = classes._ResultMetric(meta, is_tensor=saved["is_tensor"])
+        if not result.is_tensor:
+            result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        for name, part in _parts(result).items():
+            for each, value in saved["parts"][name].items():
+                setattr(part, each, value)
+            part.to(trainer.strategy.root_device)
     if state["epoch"]:
         # Otherwise the next batch would clear the metrics, as the first batch of an epoch does.
         connector._first_loop_iter = False
 
 
-def _tensors(values: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in values.items() if isinstance(value, Tensor)}
+def _parts(result: Any) -> dict[str, Metric]:
+    """Returns what Lightning keeps of a logged value, the metric that it is, and those that this one wraps."""
+    inside = () if result.is_tensor else result.value.named_modules(prefix="value")
+    return {"": result, **{name: part for name, part in inside if isinstance(part, Metric)}}
 
 
-def _is_restorable(result: Any) -> bool:
-    # A process group cannot be found again, nor can a metric that is not part of the module.
-    can_be_found = result.is_tensor or result.meta.metric_attribute is not None
-    return can_be_found and not result.has_reset and result.meta.sync.group is None
-
-
-def _result_state(result: Any) -> dict[str, Any]:
-    meta, reduction = result.meta, result.meta.reduce_fx.__name__
-    return {
-        "arguments": {name: getattr(meta, name) for name in _ARGUMENTS},
-        "reduction": reduction,
-        "of_torch": meta.reduce_fx is getattr(torch, reduction, None),
-        "sync": {"_should": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only},
-        "sums": _tensors({name: getattr(result, name, None) for name in _SUMS}),
-        "metrics": None
-        if result.is_tensor
-        else {
-            name: {"updates": part._update_count, "values": {key: getattr(part, key) for key in part._defaults}}
-            for name, part in _parts(result.value)
-        },
-    }
-
-
-def _restored_result(trainer: Any, saved: dict[str, Any]) -> Any:
-    classes: Any = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]
-    reduction = getattr(torch if saved["of_torch"] else builtins, saved["reduction"])
-    meta = classes._Metadata(**saved["arguments"], reduce_fx=reduction)
-    meta.sync = classes._Sync(fn=trainer.strategy.reduce, **saved["sync"])
-    result = classes._ResultMetric(meta, is_tensor=saved["metrics"] is None)
-    if saved["metrics"] is not None:
-        result.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
-        for name, part in _parts(result.value):
-            part._update_count = saved["metrics"][name]["updates"]
-            for key, value in saved["metrics"][name]["values"].items():
-                there = [each.to(part.device) for each in value] if isinstance(value, list) else value.to(part.device)
-                setattr(part, key, there)
-    for name, value in saved["sums"].items():
-        setattr(result, name, value)
-    result._update_count = 1
-    return result
-
-
-def _parts(metric: Metric) -> list[tuple[str, Metric]]:
-    """Returns a metric and the metrics that it wraps, with their names."""
-    return [(name, part) for name, part in metric.named_modules() if isinstance(part, Metric)]
+def _plain(value: Any) -> Any:
+    """Returns what can be saved of a state: tensors and numbers, alone or in a list."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return value.detach().clone() if isinstance(value, Tensor) else value if isinstance(value, int) else None

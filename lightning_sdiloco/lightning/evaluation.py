@@ -5,27 +5,24 @@ back after all of them: callbacks and modules that swap weights for the time of 
 what they found. Lightning's own hooks of a strategy run after those of callbacks and modules, also at the end.
 
 [Note: the first round] Until every fragment has landed once, the outer model holds values that nobody has trained.
-Validation and checkpoints then show the mean of the groups, which takes an exchange. Training stays as it is, bit for
-bit. A group that validates alone must not wait for others, so there is no exchange unless Lightning's loop has decided
-to validate, which it does after the same batch in all groups, and all ranks have something to validate with. All ranks
-call ``trainer.save_checkpoint``, but a rank that ends with an exception waits for nobody, and a signal leaves no time:
-then, and where somebody asks for a ``state_dict`` alone, it is that of the group, and a warning says so. The mean
-serves until the next inner step, so that the best model is the one that was validated. What a fit resumes from lies
-beside it, and is the same as ever. On a route on which groups hold outer parameters of their own, every validation and
-every checkpoint shows the mean of the groups.
+Validation and checkpoints then show the mean of the groups, which takes an exchange. A group that validates alone must
+not wait for others, so there is none unless Lightning's loop has decided to validate, which it does after the same
+batch in all groups, and all ranks have something to validate with. All ranks call ``trainer.save_checkpoint``, but a
+rank that ends with an exception waits for nobody, and a signal leaves no time: then, and where somebody asks for a
+``state_dict`` alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so that
+the best model is the one that was validated. What a fit resumes from lies beside it, and is the same as ever. On a
+route on which groups hold outer parameters of their own, every validation and every checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch ends. There it holds
-local parameters, and every worker group would end with an average of its own. So here they read the outer parameters,
-which change only at landings: an update that is wanted between two landings happens at the second. All groups land
-after the same inner steps, so all have the same average, bit for bit. The end of a fit is a landing too.
-
-A longer fit resumes from before this end. So the average is kept as it was then, with the number of updates that a fit
-without an end would have made since. A resumed fit makes these itself, from the outer parameters that it restores.
+local parameters, so here they read the outer ones, which change only at landings: an update that is wanted between two
+landings happens at the second. All groups land after the same inner steps, so all have the same average, bit for bit.
+The end of a fit is a landing too. A longer fit resumes from before this end. So the average is kept as it was then,
+with the number of updates that a fit without an end would have made since, which a resumed fit makes itself.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,9 +33,11 @@ from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host.patching import class_names, replace
+from lightning_sdiloco.lightning.host import class_names, wrap
 
 _log = logging.getLogger(__name__)
+
+_BUFFERS_ARE_DUE = "require_forward_param_sync"
 
 
 class ShownModel:
@@ -70,6 +69,19 @@ class ShownModel:
         self._warns = False
         self.mean = engine.group_mean()
 
+    @contextmanager
+    def showing(self, engine: StreamingDiLoCo, models: Sequence[Any]) -> Iterator[None]:
+        """Shows what was exchanged, or the outer model, in a ``with`` block."""
+        # After a forward pass without gradients DistributedDataParallel would believe that the buffers of the next
+        # training step, which are put back then, have been synchronised already.
+        due = [(model, is_due) for model in models if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None]
+        try:
+            with engine.evaluate(self.mean):
+                yield
+        finally:
+            for model, is_due in due:
+                setattr(model, _BUFFERS_ARE_DUE, is_due)
+
     def state_dict(
         self, engine: StreamingDiLoCo, with_all: bool, local: Callable[[], dict[str, Any]], is_shown: bool = False
     ) -> dict[str, Any]:
@@ -99,24 +111,21 @@ class Evaluation:
         self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self._saves_with_all = self._is_due = self._is_showing = False
-        self._buffers_are_due: bool | None = None
 
     def begin(self, undo: ExitStack) -> None:
         trainer, epoch_loop = self._fit.trainer, self._fit.trainer.fit_loop.epoch_loop
-        replace(undo, trainer, "save_checkpoint", partial(self._save, trainer.save_checkpoint))
+        wrap(undo, trainer, "save_checkpoint", self._save)
         if self._shows == "local":
             return
-        decide = epoch_loop._should_check_val_fx
 
-        def should_validate(fetcher: Any) -> bool:
+        def should_validate(decide: Callable[[Any], bool], fetcher: Any) -> bool:
             self._is_due = decide(fetcher)
             return self._is_due
 
-        replace(undo, epoch_loop, "_should_check_val_fx", should_validate)
+        wrap(undo, epoch_loop, "_should_check_val_fx", should_validate)
         # A callback may test or predict inside a fit.
         for loop in (epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            replace(undo, loop, "on_run_start", partial(self._start, loop.on_run_start))
-            replace(undo, loop, "run", partial(self._run, loop, loop.run))
+            wrap(undo, loop, "run", partial(self._run, loop))
 
     def state_dict(self, engine: StreamingDiLoCo, local: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
@@ -142,29 +151,19 @@ class Evaluation:
         if engine is None or engine.is_finished or self._is_showing:
             return original()
         self.shown.mean = None
-        if is_due and (self._shows == "mean" or not self.shown.is_outer(engine)):
-            # See [Note: the first round].
-            loop.setup_data()
-            if self._groups.decide(not loop.skip, all=True, device=self._fit.trainer.strategy.root_device):
-                self.shown.exchange(engine)
-        try:
+        loop.setup_data()
+        exchanges = is_due and (self._shows == "mean" or not self.shown.is_outer(engine))
+        # See [Note: the first round].
+        if exchanges and self._groups.decide(not loop.skip, True, self._fit.trainer.strategy.root_device):
+            self.shown.exchange(engine)
+        if loop.skip:
             return original()
+        self._is_showing = True
+        try:
+            with self.shown.showing(engine, [self._fit.trainer.strategy.model]):
+                return original()
         finally:
-            if self._is_showing:
-                if self._buffers_are_due is not None:
-                    self._fit.trainer.strategy.model.require_forward_param_sync = self._buffers_are_due
-                engine.show_local()
-                self._is_showing = False
-
-    def _start(self, original: Callable[[], None]) -> None:
-        engine = self._fit.engine
-        if engine is not None and not engine.is_finished and not self._is_showing:
-            self._is_showing = True
-            engine.show_outer(self.shown.mean)
-            # After the forward pass of validation, DistributedDataParallel would believe that the buffers of the next
-            # training step, which are put back then, have been synchronised already.
-            self._buffers_are_due = getattr(self._fit.trainer.strategy.model, "require_forward_param_sync", None)
-        original()
+            self._is_showing = False
 
 
 State = dict[str, Any]
@@ -187,25 +186,25 @@ class Averaging:
                     inner = average.module if hasattr(average, "n_averaged") else average
                     inner.load_state_dict(self._module.state_dict())
             if "StochasticWeightAveraging" in kinds:
-                replace(undo, callback, "on_train_epoch_start", partial(self._in_outer, callback.on_train_epoch_start))
+                wrap(undo, callback, "on_train_epoch_start", self._in_outer)
             elif "WeightAveraging" in kinds:
                 self._callback, self._should_update = callback, callback.should_update
                 self._update = callback.on_train_batch_end
-                replace(undo, callback, "should_update", self._answer)
-                replace(undo, callback, "on_train_batch_end", self._end_batch)
-                replace(undo, callback, "on_train_epoch_end", partial(self._end_epoch, callback.on_train_epoch_end))
-                replace(undo, callback, "on_train_end", partial(self._end_fit, callback.on_train_end))
-                replace(undo, callback, "on_save_checkpoint", partial(self._save, callback.on_save_checkpoint))
+                wrap(undo, callback, "should_update", self._answer)
+                wrap(undo, callback, "on_train_batch_end", self._end_batch)
+                wrap(undo, callback, "on_train_epoch_end", self._end_epoch)
+                wrap(undo, callback, "on_train_end", self._end_fit)
+                wrap(undo, callback, "on_save_checkpoint", self._save)
 
     def _in_outer(self, function: Callable[..., None], *args: Any) -> None:
         assert self._fit.engine is not None, "averages are updated in training"
         with self._fit.engine.evaluate():
             function(*args)
 
-    def _answer(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+    def _answer(self, original: Any, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return self._wanted if step_idx is not None else bool(self._should_update(epoch_idx=epoch_idx))
 
-    def _end_batch(self, trainer: Any, module: Any, *args: Any) -> None:
+    def _end_batch(self, original: Any, trainer: Any, module: Any, *args: Any) -> None:
         if trainer.global_step > self._callback._latest_update_step:
             self._wanted = bool(self._should_update(step_idx=trainer.global_step - 1)) or self._wanted
         if not self._fit.is_training:

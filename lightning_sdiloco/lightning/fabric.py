@@ -1,13 +1,13 @@
 """The strategy of Fabric without its base class: worker groups in a loop that calls ``optimizer.step()``."""
 
-import inspect
 import logging
 import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -24,14 +24,11 @@ from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
-from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
-from lightning_sdiloco.lightning.host.patching import FABRIC, check_without_trainer
-from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs
+from lightning_sdiloco.lightning.groups import BatchWatch
+from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer
+from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs, fix_bucket_order
 from lightning_sdiloco.lightning.monitor import Announcement
-from lightning_sdiloco.lightning.options import Options
-from lightning_sdiloco.lightning.results import ReadableStrategy, Results
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy, document, refuse_others
+from lightning_sdiloco.lightning.strategy import GroupStrategy
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.ddp import DDPStrategy as _Base
@@ -45,51 +42,36 @@ _ADVICE = (
     " ranks, where you validate or save."
 )
 
-# Arguments of a Trainer's strategy that say what a Trainer does.
-_OF_TRAINER = ("evaluate", "resume")
 
-
-class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
+class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
 
     Its arguments are those of the Trainer's strategy, but for what only a Trainer does.
     """
 
-    strategy_name: ClassVar[str]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # Fabric calls the plugin by a shorter name.
-        renamed = {**dict.fromkeys(_OF_TRAINER, ""), "precision_plugin": "precision"}
-        document(cls, cls.summary, WholeModel.base_arguments, renamed)
-
-    summary: ClassVar[str] = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
+    summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
     Each step of the optimizer that was set up last is an inner step. ``fabric.strategy.finish()`` ends training."""
 
-    def __init__(self, worker_groups: int | Literal["auto"] = "auto", **given: Any) -> None:
-        shared = {
-            name: parameter.default
-            for name, parameter in inspect.signature(WorkerGroupStrategy.__init__).parameters.items()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        }
-        own = {name: value for name, value in given.items() if name not in shared or name in _OF_TRAINER}
-        refuse_others(type(self), own)
-        options = Options.of({**shared, **given, "worker_groups": worker_groups})
-        if options.auto:
+    model_format = WholeModel
+    # Fabric calls the plugin by a shorter name.
+    renamed = MappingProxyType({"evaluate": "", "resume": "", "precision_plugin": "precision"})
+
+    @override
+    def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
+        check_ddp_kwargs(of_format.get("ddp_kwargs"))
+        precision = of_format.pop("precision", None)
+        arguments = WholeModel.base_arguments(**of_format)
+        del arguments["precision_plugin"]
+        return {**arguments, "precision": precision}
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        if self._options.auto:
             raise ValueError(
-                f"{options.auto[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
+                f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
                 " inner steps. Give a number; `sdiloco plan` says which suits a link."
             )
-        check_ddp_kwargs(own.get("ddp_kwargs"))
-        precision = own.pop("precision", None)
-        arguments = WholeModel.base_arguments(**own)
-        del arguments["precision_plugin"]
-        # Nothing is started here: strategies are pickled.
-        self._options = options
-        self._format = WholeModel(arguments)
-        self._groups = ConnectedGroups()
-        self.results = Results(options)
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
@@ -100,7 +82,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
         self._watch = BatchWatch(self._groups, _ADVICE)
-        super().__init__(timeout=options.settings.timeout, precision=precision, **arguments)
+        check_without_trainer(self, FABRIC)
 
     # What users call and read
 
@@ -142,14 +124,8 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
             self._shown.exchange(engine)
-        # A forward pass without gradients makes DistributedDataParallel skip the buffers of the next training step.
-        due = [wrapped.require_forward_param_sync for wrapped in self._wrapped]
-        try:
-            with engine.evaluate(self._shown.mean):
-                yield
-        finally:
-            for wrapped, is_due in zip(self._wrapped, due, strict=True):
-                wrapped.require_forward_param_sync = is_due
+        with self._shown.showing(engine, self._wrapped):
+            yield
 
     @property
     def landings(self) -> list[Landing]:
@@ -157,14 +133,6 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         return self._landings
 
     # Start
-
-    @override
-    def _configure_launcher(self) -> None:
-        check_without_trainer(self, FABRIC)
-        super()._configure_launcher()
-
-    def set_world_ranks(self) -> None:
-        self._set_world_ranks()
 
     @property
     @override
@@ -176,7 +144,7 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         if self.engine is not None and self.engine.is_finished:
             # Whoever sets up a model after the end begins to train anew.
             self._nets, self._inner_optimizers = [], []
-            self.results.forget()
+            self.results.engine = None
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
                 raise ValueError(
@@ -257,8 +225,16 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         return engine
 
     def _begin(self) -> StreamingDiLoCo:
+        stepped = {id(p) for one in self._inner_optimizers for group in one.param_groups for p in group["params"]}
+        module = next((net for net in self._nets if stepped <= set(map(id, net.parameters()))), None)
+        if module is None:
+            raise ValueError(
+                f"No module that fabric.setup was given has all parameters of the {len(self._inner_optimizers)}"
+                " optimizers. One strategy trains one model: put the networks into one nn.Module, set that up, and then"
+                " its optimizers."
+            )
         engine = StreamingDiLoCo(
-            self._trained_module(),
+            module,
             topology=self.topology,
             inner_optimizers=self._inner_optimizers,
             federation=self._options.federation,
@@ -270,16 +246,6 @@ class FabricWorkerGroupStrategy(ReadableStrategy, _Base):
         self.results.engine = engine
         self._announcement = self._shown.mean = None
         return engine
-
-    def _trained_module(self) -> nn.Module:
-        stepped = {id(p) for one in self._inner_optimizers for group in one.param_groups for p in group["params"]}
-        for module in self._nets:
-            if stepped <= {id(parameter) for parameter in module.parameters()}:
-                return module
-        raise ValueError(
-            f"No module that fabric.setup was given has all parameters of the {len(self._inner_optimizers)} optimizers."
-            " One strategy trains one model: put the networks into one nn.Module, set that up, and then its optimizers."
-        )
 
     @override
     def barrier(self, *args: Any, **kwargs: Any) -> None:

@@ -2,31 +2,28 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
-from lightning_sdiloco.engine.start import align_model, cut, is_aligned, require_same_model
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.engine.start import align_model, cut, require_same_model
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
-from lightning_sdiloco.lightning.evaluation import Evaluation
-from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
-from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
-from lightning_sdiloco.lightning.host.epochs import (
+from lightning_sdiloco.lightning.epochs import (
     Epochs,
     count_idle_batch,
     drop_what_not_all_logged,
     follow_engine,
     keep_batches_silent,
 )
-from lightning_sdiloco.lightning.host.patching import check_names, replace
-from lightning_sdiloco.lightning.host.refusals import refuse_what_cannot_work
+from lightning_sdiloco.lightning.evaluation import Evaluation
+from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
+from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
+from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
     Announcement,
@@ -38,11 +35,6 @@ from lightning_sdiloco.lightning.monitor import (
 )
 from lightning_sdiloco.lightning.options import Options, tell
 from lightning_sdiloco.lightning.results import Results
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback as _Base
-else:
-    _Base = object
 
 _log = logging.getLogger(__name__)
 
@@ -60,8 +52,11 @@ class Distribution(NamedTuple):
     termination: type[BaseException]
 
 
-class Fit(FitState, _Base):
+class Fit(FitState):
     """A fit of a trainer, and its inner steps. It holds no state that a checkpoint would need from a callback."""
+
+    landed = stepped = counts_micro_batches = False
+    optimizer_steps = _steps_per_batch = 0
 
     def __init__(
         self,
@@ -72,7 +67,8 @@ class Fit(FitState, _Base):
         results: Results,
         termination: type[BaseException],
     ) -> None:
-        super().__init__(trainer, options, groups, model_format, termination)
+        self.trainer, self.options, self.groups, self.format = trainer, options, groups, model_format
+        self.termination, self.requests = termination, Requests()
         self.signals = Signals(self)
         self.epochs = Epochs(self)
         self.checkpointer = Checkpointer(self)
@@ -81,27 +77,21 @@ class Fit(FitState, _Base):
         self._results = results
         self.patches = ExitStack()
         self._announcement: Announcement | None = None
-        self.is_closed = self._epoch_begins = self._has_gathered = False
+        self.is_closed = self._epoch_begins = self.has_gathered = False
         # The inner step that the batches since the last one belong to.
         self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
         self._interval: Interval | None = None
-        self._count_anew()
-
-    def _count_anew(self) -> None:
-        self.landed = self.stepped = self.counts_micro_batches = False
-        self.optimizer_steps = self._steps_per_batch = 0
 
     # Start
 
     def begin(self) -> None:
         """Refuses what cannot work, and replaces what Lightning does over all ranks."""
-        trainer, groups, patches = self.trainer, self.groups, self.patches
-        self._results.forget()
-        self._results.options = self.options
+        trainer, groups, patches, results = self.trainer, self.groups, self.patches, self._results
+        results.options, results.engine, results.fragments, results.other = self.options, None, (), None
         check_names(trainer)
-        refuse_what_cannot_work(trainer, self.options.settings.shares)
-        self.signals.listen(partial(replace, patches))
+        refuse_what_cannot_work(trainer, self.options.settings.shares, self.format.is_sharded)
+        self.signals.listen(patches)
         keep_batches_silent(patches, self)
         self.epochs.end_together(patches)
         groups.announce = self.epochs.meet
@@ -117,7 +107,7 @@ class Fit(FitState, _Base):
         self._results.fragments = cut(model, self.options.settings).fragments
         align_model(model, topology)
 
-    def start(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+    def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
         engine = StreamingDiLoCo(
             module,
@@ -129,7 +119,8 @@ class Fit(FitState, _Base):
         engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
         self.engine = self._results.engine = engine
         # A callback that looks for a learning rate has trained in this fit before.
-        self._count_anew()
+        self.landed = self.stepped = self.counts_micro_batches = False
+        self.optimizer_steps = self._steps_per_batch = 0
         self.requests = Requests(engine)
         self.options.start()
         for optimizer in optimizers:
@@ -170,7 +161,6 @@ class Fit(FitState, _Base):
         self.evaluation.shown.mean = None
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self._early += engine.recut()
-        self._results.fragments = engine.fragments
         now = {name for fragment in engine.fragments for name in fragment.names}
         if self.trainer.is_global_zero:
             _log.warning(
@@ -232,33 +222,14 @@ class Fit(FitState, _Base):
         if self._announcement is not None:
             self._announcement.step()
         if self.options.step(self.options.settings.sync_every - engine.steps_in_rounds):
-            self._choose(engine)
+            self.groups.meet()
+            trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
+            options.choose(trainer.lightning_module, self.groups.topology)
+            engine.choose(options.settings)
+            self._announce(engine)
+            if trainer.is_global_zero and is_planned:
+                tell(engine.settings, len(engine.fragments), options.measured, trainer.loggers, trainer.global_step)
         return landings
-
-    def _choose(self, engine: StreamingDiLoCo) -> None:
-        self.groups.meet()
-        trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
-        options.choose(trainer.lightning_module, self.groups.topology)
-        engine.choose(options.settings)
-        self._results.fragments = engine.fragments
-        self._announce(engine)
-        if trainer.is_global_zero and is_planned:
-            tell(engine.settings, len(engine.fragments), options.measured, trainer.loggers, trainer.global_step)
-
-    def all_gather(self, tensor: Tensor, sync_grads: bool, gather: Callable[..., Tensor]) -> Tensor:
-        """Returns the tensors of all ranks of the worker group, stacked, and says once that it is only those."""
-        topology = self.groups.topology
-        if not self._has_gathered and topology.num_groups > 1 and self.trainer.is_global_zero:
-            _log.warning(
-                "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
-                " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss, for"
-                " instance, are those of the group. This is said once.",
-                topology.group_size,
-            )
-        self._has_gathered = True
-        if sync_grads:
-            return topology.in_group.all_gather_with_gradients(tensor)
-        return gather(tensor, topology.in_group.process_group)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
@@ -307,16 +278,6 @@ class Fit(FitState, _Base):
         landings = self.engine.finish()
         self.epochs.collect()
         return landings
-
-    def end(self, model: nn.Module | None) -> None:
-        """Makes sure that all ranks hold the same model after training, and obeys late signals."""
-        if model is not None and not is_aligned(model, self.groups.topology, with_buffers=False):
-            raise AgreementError(
-                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
-                " put there is no model that the worker groups agree on. The outer model is in"
-                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
-            )
-        self.signals.end_if_any_received()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the other ranks of an exception, before another callback saves a checkpoint."""

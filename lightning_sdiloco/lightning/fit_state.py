@@ -15,14 +15,16 @@ so the end of the epoch runs before the fit ends.
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from enum import IntFlag
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import Any, NoReturn
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.lightning.groups import ConnectedGroups
+from lightning_sdiloco.lightning.host import wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -72,9 +74,8 @@ class Requests:
             for bit in _BITS:
                 if landing.requests & bit and landing.launched_at > self.done_at.get(bit, 0):
                     self.agreed_now |= bit
-        for bit in _BITS if self.agreed_now else ():
-            if self.agreed(bit):
-                self.settle(bit)
+        for bit in filter(self.agreed, _BITS):
+            self.settle(bit)
         return self.agreed_now
 
     def agreed(self, bit: int) -> bool:
@@ -94,27 +95,19 @@ class Requests:
 class FitState:
     """A fit as its parts see it. Every fit has an object of its own, so nothing is reset."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        options: Options,
-        groups: ConnectedGroups,
-        model_format: WholeModel,
-        termination: type[BaseException],
-    ) -> None:
-        self.trainer, self.options, self.groups, self.format = trainer, options, groups, model_format
-        self.termination = termination
-        self.engine: StreamingDiLoCo | None = None
-        self.requests = Requests()
-        self.landed = False  # Whether anything did with the last inner step.
-        self.is_ending = self.ended = False  # By a signal, together with all ranks.
+    trainer: Any
+    options: Options
+    groups: ConnectedGroups
+    format: WholeModel
+    termination: type[BaseException]
+    requests: Requests
+    engine: StreamingDiLoCo | None = None
+    landed = False  # Whether anything did with the last inner step.
+    is_ending = ended = False  # By a signal, together with all ranks.
 
     @property
     def is_training(self) -> bool:
         return self.engine is not None and not self.engine.is_finished
-
-
-Replace = Callable[[Any, str, Callable[..., Any]], None]
 
 
 class Signals:
@@ -126,13 +119,13 @@ class Signals:
         self._requeue: Callable[..., None] | None = None
         self._requeued_by: int | None = None
 
-    def listen(self, replace: Replace) -> None:
-        connector, fit_loop = self._trainer._signal_connector, self._trainer.fit_loop
+    def listen(self, undo: ExitStack) -> None:
+        connector, loop = self._trainer._signal_connector, self._trainer.fit_loop
         self._requeue = connector._slurm_sigusr_handler_fn
-        replace(connector, "_sigterm_notifier_fn", partial(self._note, Request.TERMINATE))
-        replace(connector, "_slurm_sigusr_handler_fn", partial(self._note, Request.REQUEUE))
-        replace(fit_loop.epoch_loop, "on_advance_end", partial(self._after_batch, fit_loop.epoch_loop.on_advance_end))
-        replace(fit_loop, "on_advance_end", partial(self._after_epoch, fit_loop.on_advance_end))
+        wrap(undo, connector, "_sigterm_notifier_fn", lambda _, *args: self._note(Request.TERMINATE, *args))
+        wrap(undo, connector, "_slurm_sigusr_handler_fn", lambda _, *args: self._note(Request.REQUEUE, *args))
+        wrap(undo, loop.epoch_loop, "on_advance_end", self._after_batch)
+        wrap(undo, loop, "on_advance_end", self._after_epoch)
 
     @property
     def received(self) -> int:
@@ -141,8 +134,7 @@ class Signals:
 
     def end_if_any_received(self) -> None:
         """Ends a fit that has finished before a launch could carry the request. All ranks must call it."""
-        ranks = self._fit.groups.topology.world.all_gather_object(self.received)
-        if received := reduce(or_, ranks):
+        if received := reduce(or_, self._fit.groups.topology.world.all_gather_object(self.received)):
             self._end(received)
 
     def _note(self, request: Request, signum: int, frame: Any) -> None:
@@ -215,19 +207,19 @@ class Signals:
             _log.warning("A termination signal ended the fit on all ranks after global step %s. %s", step, told)
 
 
-def listen_without_fit(trainer: Any, replace: Replace) -> None:
+def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
     """Replaces Lightning's signal handlers outside a fit, which wait for all ranks in the middle of whatever runs."""
     connector = trainer._signal_connector
 
-    def terminate(signum: int, frame: Any) -> None:
+    def terminate(_: Any, signum: int, frame: Any) -> None:
         if not connector.received_sigterm and trainer.strategy.launcher is not None:
             trainer.strategy.launcher.kill(signum)
         connector.received_sigterm = True
 
-    def refuse(signum: int, frame: Any) -> None:
+    def refuse(_: Any, signum: int, frame: Any) -> None:
         _log.warning(
             "Signal %s asks to requeue the job. Outside trainer.fit there is no state to requeue it with.", signum
         )
 
-    replace(connector, "_sigterm_notifier_fn", terminate)
-    replace(connector, "_slurm_sigusr_handler_fn", refuse)
+    wrap(undo, connector, "_sigterm_notifier_fn", terminate)
+    wrap(undo, connector, "_slurm_sigusr_handler_fn", refuse)

@@ -14,13 +14,18 @@ import torch
 
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
-from lightning_sdiloco.comm.topology import GroupLayout, Topology, is_connected, store, world
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, is_connected, mesh_of, store, world
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.start import require_same_settings
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.launch.failures import Failures
-from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address, has_exchange_interface
-from lightning_sdiloco.launch.reachability import require_reachable
+from lightning_sdiloco.launch.reachability import (
+    exchange_address,
+    for_exchange,
+    group_address,
+    has_exchange_interface,
+    require_reachable,
+)
 from lightning_sdiloco.launch.rendezvous import rendezvous_at, warn_of_shared_store
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
@@ -36,23 +41,10 @@ _BATCHES_IN_A_ROW = 3
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
 _PER_BATCH_HOOKS = frozenset(
-    {
-        "training_step",
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_before_batch_transfer",
-        "transfer_batch_to_device",
-        "on_after_batch_transfer",
-        "backward",
-        "optimizer_step",
-        "optimizer_zero_grad",
-        "configure_gradient_clipping",
-        "lr_scheduler_step",
-    }
+    ("training_step", "on_train_batch_start", "on_train_batch_end", "backward", "on_before_backward")
+    + ("on_after_backward", "on_before_zero_grad", "optimizer_zero_grad", "on_before_optimizer_step", "optimizer_step")
+    + ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "lr_scheduler_step")
+    + ("configure_gradient_clipping",)
 )
 
 
@@ -90,7 +82,7 @@ class ConnectedGroups:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:
-            host.set_world_ranks()
+            (getattr(host, "set_world_ranks", None) or host._set_world_ranks)()  # Fabric has the second.
             if not is_connected():
                 where = host.cluster_environment
                 # Kept until they are connected: the default process group takes over the store of the rendezvous.
@@ -100,9 +92,23 @@ class ConnectedGroups:
                 if host.num_nodes > 1:
                     require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
             with for_exchange():
-                model_format.connect_processes(host, set_up)
+                if model_format.is_sharded:
+                    # As ModelParallelStrategy does, but without its mesh, which spans all ranks.
+                    host._setup_distributed()
+                else:
+                    set_up()
         except Exception:
-            _end_scripts(host.launcher)
+            # Processes that run the script again would wait for this one. Lightning watches the list of them, and would
+            # end this process too before it has said why.
+            procs = getattr(host.launcher, "procs", [])
+            started = [process for process in procs if isinstance(process, subprocess.Popen)]
+            if started:
+                procs.clear()
+            deadline = time.monotonic() + _SECONDS_TO_END
+            for process in started:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(deadline - time.monotonic(), 0))
+                process.kill()
             raise
         warn_of_shared_store(host.global_rank)
         self._failures = Failures(store(), host.global_rank, layout.group_of(host.global_rank), layout.world_size)
@@ -117,17 +123,14 @@ class ConnectedGroups:
             require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
             self._topology = Topology.of_world(layout, timeout, joining, self._device_backend(options, host))
-        model_format.join(host, self._topology, layout, timeout)
+        if model_format.is_sharded:
+            data, tensor = model_format.mesh.values()
+            mesh = mesh_of(layout, host.root_device.type, data, tensor, timeout)
+            host._device_mesh = host.lightning_module._device_mesh = mesh
 
     @staticmethod
     def _device_backend(options: Options, host: Any) -> DeviceBackend | None:
         return nccl_on(host.root_device) if kind_and_backend(options.settings.exchange)[1] == "nccl" else None
-
-    @staticmethod
-    def only_device(host: Any) -> torch.device | None:
-        """Returns the one device that an environment with more processes than nodes shows each; None elsewhere."""
-        devices = host.parallel_devices or []
-        return devices[0] if len(devices) == 1 and host.world_size > host.num_nodes else None
 
     def use(self, topology: Topology) -> None:
         self._topology = topology
@@ -194,20 +197,6 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
             f"{nodes} nodes equally. Start as many on every node, or leave num_nodes at 1 and set worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
-
-
-def _end_scripts(launcher: Any) -> None:
-    """Ends the processes that run the script again, since this one failed before they met: they would wait for it."""
-    started = [process for process in getattr(launcher, "procs", ()) if isinstance(process, subprocess.Popen)]
-    if not started:
-        return
-    # Lightning watches this list: it would kill this process, too, before it has said why.
-    launcher.procs.clear()
-    deadline = time.monotonic() + _SECONDS_TO_END
-    for process in started:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0))
-        process.kill()
 
 
 # Collectives

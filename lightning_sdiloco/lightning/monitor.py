@@ -14,14 +14,14 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -37,35 +37,28 @@ from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback as _Base
-else:
-    _Base = object
-
 _log = logging.getLogger(__name__)
 
 # What is logged and shown
 
 _PREFIX = "sdiloco/"
 
-LAYOUT = {
-    "Streaming DiLoCo": {
-        "Utilisation": ("compute_utilisation",),
-        "Waiting (ms)": ("exposed_wait_ms",),
-        "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
-        "Bytes": ("bytes_sent", "bytes_received"),
-        "Time in flight (ms)": tuple(
-            f"{part}_ms" for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
-        ),
-        "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
-        "Cosine with the mean": ("cosine_group_.*",),
-        "Outer step": ("outer_lr", "outer_momentum_norm"),
-        "Local from outer parameters": ("local_distance",),
-        "Compression error": ("compression_error",),
-        "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
-    }
+# The charts of TensorBoard, each with the scalars that it shows.
+_CHARTS = {
+    "Utilisation": ("compute_utilisation",),
+    "Waiting (ms)": ("exposed_wait_ms",),
+    "Link (Gbit/s)": ("link_gbit_s", "peak_gbit_s"),
+    "Bytes": ("bytes_sent", "bytes_received"),
+    "Time in flight (ms)": tuple(
+        f"{part}_ms" for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
+    ),
+    "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
+    "Cosine with the mean": ("cosine_group_.*",),
+    "Outer step": ("outer_lr", "outer_momentum_norm"),
+    "Local from outer parameters": ("local_distance",),
+    "Compression error": ("compression_error",),
+    "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
 }
-"""The charts of TensorBoard, each with the scalars that it shows, without their prefix."""
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
@@ -97,11 +90,8 @@ class Interval:
     """Sums up what is logged once a round, over ``sync_every`` inner steps or a few more, until a landing ends it."""
 
     def __init__(self, sync_every: int, first_step: int) -> None:
-        self._sync_every = sync_every
-        self._began = time.perf_counter()
-        self._first_step = first_step
-        self._waited = 0.0
-        self._peak = math.nan
+        self._sync_every, self._first_step = sync_every, first_step
+        self._began, self._waited, self._peak = time.perf_counter(), 0.0, math.nan
 
     def scalars_with(self, landing: Landing) -> dict[str, float]:
         """Counts a landing, and returns the scalars of the round if the landing ends it, otherwise none."""
@@ -133,28 +123,18 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
 
 
 def lay_out(trainer: Any) -> None:
-    layout = {
-        section: {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in charts.items()}
-        for section, charts in LAYOUT.items()
-    }
+    charts = {title: ["Multiline", [_PREFIX + name for name in names]] for title, names in _CHARTS.items()}
     for logger in trainer.loggers:
         # By name: there is one class in each distribution, and neither need be there.
         if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
-            logger.experiment.add_custom_scalars(layout)
+            logger.experiment.add_custom_scalars({"Streaming DiLoCo": charts})
 
 
 # The record of a rank
 
 
 class Deferred:
-    """Scalars on their way from the device to the host, in the order in which they were taken.
-
-    Examples:
-        >>> losses = Deferred()
-        >>> losses.take(1, torch.tensor(0.5))
-        >>> losses.ready()
-        [(1, 0.5)]
-    """
+    """Scalars on their way from the device to the host, in the order in which they were taken."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Tensor, Any]] = deque()
@@ -181,7 +161,7 @@ class Deferred:
         return arrived
 
 
-class StreamingDiLoCoMonitorMixin(_Base):
+class StreamingDiLoCoMonitorMixin:
     """Keeps what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
@@ -200,18 +180,14 @@ class StreamingDiLoCoMonitorMixin(_Base):
     """
 
     def __init__(self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True) -> None:
-        self.diagnostics = diagnostics
-        self._folder = folder
-        self._timeline = timeline
+        self.diagnostics, self._folder, self._timeline = diagnostics, folder, timeline
         self._file: Any = None
         self._ahead = 0.0  # of time.perf_counter(), which runs more steadily than the clock
         self._fragments: tuple[Fragment, ...] = ()
-        self._step = 0
+        self._step, self._losses = 0, Deferred()
         self._done: float | None = None
         self._paused: float | None = None
-        self._losses = Deferred()
-        self._names_before: set[str] = set()
-        self._validated: set[str] = set()
+        self._names_before, self._validated = set[str](), set[str]()
 
     # Hooks
 
@@ -290,12 +266,7 @@ class StreamingDiLoCoMonitorMixin(_Base):
     # What is recorded
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
-        """Records landings, which the strategy's callback hands over.
-
-        Args:
-            landings: The landings.
-            final: Whether they belong to the exchange at the end of the fit.
-        """
+        """Records landings, which a fit hands over; ``final`` are those of the exchange at its end."""
         for landing in landings if self._file is not None else ():
             rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
             told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
@@ -342,22 +313,17 @@ class StreamingDiLoCoMonitorMixin(_Base):
             self._write("loss", step=step, loss=loss)
 
     def _write(self, kind: str, **told: Any) -> None:
-        """Writes a line; a disk without room ends the record, and not the training that it is about.
-
-        Moments of ``time.perf_counter()`` become seconds since 1970 on this rank's clock, to a microsecond.
-        """
+        """Writes a line; a disk without room ends the record, and not the training that it is about."""
         if self._file is None:
             return
 
-        def on_clock(*moments: float) -> list[float]:
-            return [round(self._ahead + moment, 6) for moment in moments]
+        def on_clock(moments: Any) -> Any:
+            """Makes moments of ``time.perf_counter()`` seconds since 1970 on this rank's clock, to a microsecond."""
+            if isinstance(moments, Mapping):
+                return {name: on_clock(each) for name, each in moments.items()}
+            return round(self._ahead + moments, 6) if isinstance(moments, float) else list(map(on_clock, moments))
 
-        for name in told.keys() & {"time", "done"}:
-            (told[name],) = on_clock(told[name])
-        if "span" in told:
-            told["span"] = on_clock(*told["span"])
-        if "spans" in told:
-            told["spans"] = {name: on_clock(*span) for name, span in told["spans"].items()}
+        told |= {name: on_clock(told[name]) for name in ("time", "done", "span", "spans") if name in told}
         # What was here before the start may end within a line.
         begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
@@ -471,7 +437,7 @@ def read_run(folder: str | Path) -> Run:
     """Reads the records in a folder, or in its subfolder ``sdiloco``."""
     for place in (Path(folder), Path(folder) / "sdiloco"):
         if paths := sorted(place.glob("rank_*.jsonl")):
-            starts = [parts for parts in (list(_parts(path)) for path in paths) if parts]
+            starts = [parts for parts in map(_parts, paths) if parts]
             ranks = [rank for rank in (_read(parts, starts[0]) for parts in starts) if rank.steps]
             if ranks:
                 return Run(ranks)
@@ -483,21 +449,14 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
-def _parts(path: Path) -> Iterator[list[Line]]:
-    """Yields the lines of a record, one part for each time that the run was started or resumed."""
-    part: list[Line] = []
+def _parts(path: Path) -> list[list[Line]]:
+    """Returns the lines of a record, one part for each time that the run was started or resumed."""
+    lines: list[Line] = []
     for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            told = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the last line of a process that was killed
-        if told["kind"] == "start":
-            if part:
-                yield part
-            part = []
-        part.append(told)
-    if part and part[0]["kind"] == "start":
-        yield part
+        with suppress(json.JSONDecodeError):  # of the last line of a process that was killed
+            lines.append(json.loads(line))
+    starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
+    return [lines[start:end] for start, end in zip(starts, [*starts[1:], None], strict=True)]
 
 
 def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
@@ -521,21 +480,21 @@ def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
         is_first = parts is reference or number >= len(reference)
         ahead = 0.0 if is_first else _ahead(part, reference[number])
         for line in part:
-            kind = line["kind"]
-            spans = {name: (began - ahead, ended - ahead) for name, (began, ended) in line.get("spans", {}).items()}
+            kind, step = line["kind"], line.get("step", 0)
             began, ended = line.get("span", (0.0, 0.0))
             span = began - ahead, ended - ahead
             if kind == "start":
-                rank.starts.append((line["time"] - ahead, line["step"]))
+                rank.starts.append((line["time"] - ahead, step))
             elif kind == "step":
-                rank.steps.append(Step(line["step"], span, line["done"] - ahead))
+                rank.steps.append(Step(step, span, line["done"] - ahead))
             elif kind == "landing":
                 told = {name: line[name] for name in LandingRecord.__annotations__ if name in line}
-                rank.landings.append(LandingRecord(**{**told, "spans": spans}))
+                told["spans"] = {name: (one - ahead, other - ahead) for name, (one, other) in line["spans"].items()}
+                rank.landings.append(LandingRecord(**told))
             elif kind == "validation":
-                rank.validations.append(Validation(line["step"], span, line["metrics"]))
+                rank.validations.append(Validation(step, span, line["metrics"]))
             elif kind == "loss":
-                rank.losses.append((line["step"], line["loss"]))
+                rank.losses.append((step, line["loss"]))
             elif kind == "fragments":
                 rank.fragments, rank.parameters = line["fragments"], line["parameters"]
     return rank
@@ -639,9 +598,10 @@ class Announcement:
             f"{name}={value if isinstance(value, str) else format(value, 'g')}"
             for name, value in settings.numbers_and_policies.items()
         )
+        counts = ((topology.num_groups, "worker group"), (topology.group_size, "rank"), (len(shards), "fragment"))
+        groups, ranks, fragments = (f"{number} {what}{'s' * (number != 1)}" for number, what in counts)
         rank_zero_info(
-            f"Streaming DiLoCo: {_counted(topology.num_groups, 'worker group')} of"
-            f" {_counted(topology.group_size, 'rank')}, {_counted(len(shards), 'fragment')},"
+            f"Streaming DiLoCo: {groups} of {ranks}, {fragments},"
             f" sync_every={settings.sync_every}, overlap_steps={settings.overlap_steps}, {numbers}; each rank sends"
             f" {f'at most {most}' if settings.codec.varies() else sent} a fragment; the first launch follows inner step"
             f" {engine.inner_steps - engine.steps_in_rounds + first}."
@@ -667,15 +627,10 @@ class Announcement:
                 f" has to carry {readable_rate(8 * rate / 1e9)} from each rank"
             )
         rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
-        if self._environment is not None:
-            self._warn_of_late_signals(seconds)
-
-    def _warn_of_late_signals(self, step_seconds: float) -> None:
         steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
-        seconds = steps * step_seconds
-        if seconds <= _LONG_SECONDS:
+        if self._environment is None or steps * seconds <= _LONG_SECONDS:
             return
-        early = math.ceil((seconds + _SAVING_SECONDS) / 10) * 10
+        early = math.ceil((steps * seconds + _SAVING_SECONDS) / 10) * 10
         give = f"Allow {early} s from SIGTERM to SIGKILL"
         # Only Lightning's environment for SLURM has one. Without auto_requeue it does not listen for it.
         if requeue := getattr(self._environment, "requeue_signal", None):
@@ -686,14 +641,10 @@ class Announcement:
             " which take about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
             " sync_every make it shorter.",
             steps,
+            steps * seconds,
             seconds,
-            step_seconds,
             give,
         )
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:

@@ -6,7 +6,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,10 +18,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Schedule
-from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
-from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
 if TYPE_CHECKING:
@@ -33,14 +32,8 @@ class Summary(NamedTuple):
 
     fragments: tuple[Fragment, ...]
     schedule: Schedule
-    outer: dict[str, Tensor]
-    counts: dict[str, float]
-
-    def outer_state_dict(self) -> dict[str, Tensor]:
-        return {name: values.clone() for name, values in self.outer.items()}
-
-    def report(self) -> dict[str, float]:
-        return dict(self.counts)
+    outer_state_dict: Callable[[], dict[str, Tensor]]
+    report: Callable[[], dict[str, float]]
 
 
 @dataclass
@@ -50,9 +43,6 @@ class Results:
     fragments: tuple[Fragment, ...] = ()
     other: Summary | None = None
     """Of a fit that ran in other processes."""
-
-    def forget(self) -> None:
-        self.engine, self.fragments, self.other = None, (), None
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
@@ -64,67 +54,6 @@ class Results:
                 " anything was trained."
             )
         return source
-
-
-class ReadableStrategy:
-    """What the strategies of Trainer and Fabric have in common: how they start, and what users read of them."""
-
-    results: Results
-    _options: Options
-    _groups: ConnectedGroups
-    _format: WholeModel
-
-    def _configure_launcher(self) -> None:
-        # Inside Trainer() or Fabric(), before any process starts.
-        self._groups.check(self, self._options, self._format)
-        super()._configure_launcher()  # type: ignore[misc]
-
-    def setup_environment(self) -> None:
-        self._groups.connect(self, self._options, self._format, super().setup_environment)  # type: ignore[misc]
-
-    @property
-    def root_device(self) -> torch.device:
-        alone = self._groups.only_device(self)
-        return super().root_device if alone is None else alone  # type: ignore[misc]
-
-    @property
-    def schedule(self) -> Schedule:
-        """When fragments launch and land; prints as a table.
-
-        Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
-        it is known once they are chosen, after the first inner steps.
-        """
-        if self.results.other is not None:
-            return self.results.other.schedule
-        settings = self.results.options.settings
-        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        """The fragments: names and sizes in bytes of their parameters. Known as early as `schedule`."""
-        return self.results.fragments or self.results.source.fragments
-
-    def outer_state_dict(self) -> dict[str, Tensor]:
-        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
-
-        The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
-        call it together.
-        """
-        return self.results.source.outer_state_dict()
-
-    def report(self) -> dict[str, float]:
-        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
-        return self.results.source.report()
-
-    @property
-    def engine(self) -> StreamingDiLoCo | None:
-        """The engine of the current or last training; None before the first in this process."""
-        return self.results.engine
-
-    @property
-    def topology(self) -> Topology:
-        """Worker groups and the connections between them; known once processes are connected."""
-        return self._groups.topology
 
 
 # Files in the folder of a launch.
@@ -152,12 +81,21 @@ class LauncherMixin(_Base):
     _strategy: Any
     # A string: where processes do not inherit it, it is pickled with the launcher.
     _folder: str
+    # What a forked process listens to, in place of the handler that it inherits.
+    _inherited: Any = None
 
     @override
     def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         # The processes run on this machine, so they share its folder for temporary files.
         with tempfile.TemporaryDirectory(prefix="lightning_sdiloco-") as self._folder:
-            forwarding = _Forwarding(self.kill)
+            # The main process is no rank itself.
+            def forward(signum: int, frame: Any) -> None:
+                self.kill(signum)
+
+            listens = threading.current_thread() is threading.main_thread()
+            before: Any = signal.signal(signal.SIGTERM, forward) if listens else None
+            if self._start_method == "fork":
+                self._inherited = before
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except KeyboardInterrupt:
@@ -175,16 +113,15 @@ class LauncherMixin(_Base):
                     raise self._strategy.distribution.termination from error
                 raise
             finally:
-                forwarding.stop()
+                if listens and signal.getsignal(signal.SIGTERM) is forward:
+                    signal.signal(signal.SIGTERM, before)
 
     @override
     def _wrapping_function(
         self, process_idx: int, trainer: Any, function: Any, args: Any, kwargs: Any, *rest: Any
     ) -> None:
-        handler = signal.getsignal(signal.SIGTERM)
-        if isinstance(handler, _Forwarding):
-            # A forked process inherits it.
-            handler.stop()
+        if self._inherited is not None:
+            signal.signal(signal.SIGTERM, self._inherited)
         if self._start_method == "forkserver":
             # In shared memory all ranks would train the same parameters.
             for module in (part for part in (*args, *kwargs.values()) if isinstance(part, nn.Module)):
@@ -216,22 +153,7 @@ class LauncherMixin(_Base):
         super().update_main_process_results(trainer, {**extra, **written})
         if (folder / _SUMMARY).exists():
             with torch.serialization.safe_globals([Fragment, Schedule]):
-                trainer.strategy.results.other = Summary(*torch.load(folder / _SUMMARY, weights_only=True))
-
-
-class _Forwarding:
-    """Handles SIGTERM in the main process, which is no rank itself, while processes run."""
-
-    def __init__(self, kill: Callable[[int], Any]) -> None:
-        self._kill = kill
-        self._before: Any = None
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self)
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        self._kill(signum)
-
-    def stop(self) -> None:
-        current: Any = signal.getsignal(signal.SIGTERM)
-        if current is self:
-            signal.signal(signal.SIGTERM, self._before)
+                fragments, schedule, outer, counts = torch.load(folder / _SUMMARY, weights_only=True)
+            trainer.strategy.results.other = Summary(
+                fragments, schedule, partial(deepcopy, outer), partial(dict, counts)
+            )

@@ -10,12 +10,13 @@ how ranks hold the model. `Results` are what users read, also afterwards.
 
 import gc
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial, wraps
+from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -28,24 +29,31 @@ from typing_extensions import TypedDict, Unpack, override
 from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, refuse_unknown
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
+from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
-from lightning_sdiloco.algorithm.schedule import LaunchSchedule
+from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighing
+from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
+from lightning_sdiloco.engine.checkpoint import own_state
+from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import local
-from lightning_sdiloco.engine.start import align_model
+from lightning_sdiloco.engine.start import align_model, is_aligned
+from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation.config import Federation
+from lightning_sdiloco.lightning.epochs import process_wrapped
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit import Distribution, Fit
 from lightning_sdiloco.lightning.fit_state import listen_without_fit
 from lightning_sdiloco.lightning.groups import ConnectedGroups, stays_in_group
-from lightning_sdiloco.lightning.host.ddp import release_gradients
-from lightning_sdiloco.lightning.host.epochs import process_wrapped
-from lightning_sdiloco.lightning.host.patching import replace as patch
-from lightning_sdiloco.lightning.host.refusals import advise_on_unused, refuse_in_notebook
-from lightning_sdiloco.lightning.model_format import WholeModel
+from lightning_sdiloco.lightning.host import (
+    advise_on_unused,
+    refuse_in_notebook,
+    refuse_what_cannot_work,
+)
+from lightning_sdiloco.lightning.model_format import WholeModel, release_gradients, require_sharded
 from lightning_sdiloco.lightning.options import Measured, Options
-from lightning_sdiloco.lightning.results import ReadableStrategy, Results
+from lightning_sdiloco.lightning.results import Results
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _Base
@@ -53,7 +61,10 @@ else:
     _Base = object
 
 
-class WorkerGroupStrategy(ReadableStrategy, _Base):
+_log = logging.getLogger(__name__)
+
+
+class GroupStrategy:
     """Trains one model on several worker groups.
 
     Args:
@@ -109,15 +120,15 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     """
 
     strategy_name: ClassVar[str]
-    distribution: ClassVar[Distribution]
+    summary: ClassVar[str] = ""
     model_format: ClassVar[type[WholeModel]]
-    base_arguments: ClassVar[Callable[..., dict[str, Any]]]
+    renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """How it calls some arguments; an empty text for those that it does not have."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "model_format" in vars(cls):
-            cls.base_arguments = staticmethod(cls.model_format.base_arguments)
-            document(cls, cls.model_format.summary, cls.base_arguments)
+        if "strategy_name" in vars(cls):
+            document(cls)
 
     def __init__(
         self,
@@ -142,15 +153,81 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         timeout: timedelta = DEFAULT_TIMEOUT,
         **of_format: Any,
     ) -> None:
-        refuse_others(type(self), of_format)
         # Nothing is started here: strategies are pickled.
         self._options = Options.of(locals())
-        arguments = self.base_arguments(**of_format)
+        arguments = self.base_arguments(of_format)
         self._format = self.model_format(arguments)
         self._groups, self.results = ConnectedGroups(), Results(self._options)
+        super().__init__(timeout=timeout, **arguments)  # type: ignore[call-arg]
+
+    def base_arguments(self, of_format: dict[str, Any]) -> dict[str, Any]:
+        return self.model_format.base_arguments(**of_format)
+
+    def _configure_launcher(self) -> None:
+        # Inside Trainer() or Fabric(), before any process starts.
+        self._groups.check(self, self._options, self._format)
+        super()._configure_launcher()  # type: ignore[misc]
+
+    def setup_environment(self) -> None:
+        self._groups.connect(self, self._options, self._format, super().setup_environment)  # type: ignore[misc]
+
+    @property
+    def root_device(self) -> torch.device:
+        # Where there are more processes than nodes, an environment may show each only its own device.
+        devices = self.parallel_devices or []  # type: ignore[attr-defined]
+        is_own = len(devices) == 1 and self.world_size > self.num_nodes  # type: ignore[attr-defined]
+        return devices[0] if is_own else super().root_device  # type: ignore[misc]
+
+    @property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land; prints as a table.
+
+        Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
+        it is known once they are chosen, after the first inner steps.
+        """
+        if self.results.other is not None:
+            return self.results.other.schedule
+        settings = self.results.options.settings
+        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments: names and sizes in bytes of their parameters. Known as early as `schedule`."""
+        known = self.results.engine or self.results.other
+        return self.results.fragments if known is None and self.results.fragments else self.results.source.fragments
+
+    def outer_state_dict(self) -> dict[str, Tensor]:
+        """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
+
+        The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
+        call it together.
+        """
+        return self.results.source.outer_state_dict()
+
+    def report(self) -> dict[str, float]:
+        """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
+        return self.results.source.report()
+
+    @property
+    def engine(self) -> StreamingDiLoCo | None:
+        """The engine of the current or last training; None before the first in this process."""
+        return self.results.engine
+
+    @property
+    def topology(self) -> Topology:
+        """Worker groups and the connections between them; known once processes are connected."""
+        return self._groups.topology
+
+
+class WorkerGroupStrategy(GroupStrategy, _Base):
+    """Overrides what Lightning's strategies of a Trainer do over all ranks."""
+
+    distribution: ClassVar[Distribution]
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
         self._fit: Fit | None = None
         self._patches = ExitStack()  # What is replaced in Lightning while there is no fit.
-        super().__init__(timeout=timeout, **arguments)
 
     # What users read
 
@@ -188,8 +265,8 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             self._begin(model._trainer)
 
     def _begin(self, trainer: Any) -> None:
-        # Before callbacks are set up, because some then copy the model.
-        self._format.refuse(trainer, self.precision_plugin.precision)
+        # Before callbacks are set up, because some then copy the model. Those of the model come later.
+        refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
         kind, termination = self.distribution.callback, self.distribution.termination
@@ -208,8 +285,13 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The number of ranks over which data is divided, and which of them this one is."""
-        connected = self._groups.is_connected
-        return self._format.sampler_kwargs(self.topology) if connected else super().distributed_sampler_kwargs
+        if not self._groups.is_connected:
+            return super().distributed_sampler_kwargs
+        # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
+        topology, tensor = self.topology, self._format.mesh.get("tensor_parallel", 1)
+        data = topology.group_size // tensor
+        rank = topology.group_index * data + topology.group_rank // tensor
+        return {"num_replicas": topology.num_groups * data, "rank": rank}
 
     @override
     def setup(self, trainer: Any) -> None:
@@ -221,10 +303,19 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             super().setup(trainer)
             self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
         else:
-            listen_without_fit(trainer, partial(patch, self._patches))
+            listen_without_fit(trainer, self._patches)
             # Where a fit was interrupted, groups hold models of their own.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
-            self._format.set_up_without_fit(self, super().setup, trainer)
+            if self._format.is_sharded:
+                super().setup(trainer)
+            else:
+                # As DDPStrategy does, which would overwrite all weights with those of rank 0.
+                assert self.accelerator is not None
+                assert self.model is not None
+                self.accelerator.setup(trainer)
+                self.model = self.precision_plugin.convert_module(self.model)
+                self.model_to_device()
+                self.setup_precision_plugin()
             if align and self.model is not None:
                 align_model(self.model, self.topology)
 
@@ -236,7 +327,8 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def setup_optimizers(self, trainer: Any) -> None:
-        if self._format.before_optimizers(trainer.lightning_module, self.topology):
+        if self._format.is_sharded:
+            require_sharded(trainer.lightning_module, self.topology, self._format.mesh)
             self.fit.prepare(trainer.lightning_module)
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
@@ -257,16 +349,13 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
         self.fit.start(self.lightning_module, self.optimizers)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        assert self.lightning_module is not None
-        assert self.engine is not None, "a fit that trains has one"
-        nbytes = sum(fragment.nbytes for fragment in self.engine.fragments)
-        release_gradients(self.lightning_module.trainer, self.optimizers, batch_idx, nbytes)
+        nbytes = sum(fragment.nbytes for fragment in self.fragments)
+        release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_what_is_trainable()
         # Nothing is between this hook and the training step.
         self.fit.watch.begin()
@@ -286,7 +375,6 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
             # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
             self.model = None
             gc.collect()
-            assert self.lightning_module is not None
             self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
 
     @override
@@ -310,8 +398,14 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
     def on_train_end(self) -> None:
         self.fit.finish()
         super().on_train_end()
-        # Callbacks have run.
-        self.fit.end(self.model)
+        # Callbacks have run, and all ranks hold the same model.
+        if self.model is not None and not is_aligned(self.model, self.topology, with_buffers=False):
+            raise AgreementError(
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
+                " put there is no model that the worker groups agree on. The outer model is in"
+                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+            )
+        self.fit.signals.end_if_any_received()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -353,12 +447,19 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        # torch may step an optimizer to get its state, which is no inner step.
-        stepped = self.fit.stepped
+        if not self._format.is_sharded:
+            return dict(super().optimizer_state(optimizer))
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.is_alone:
+            return own_state(optimizer)
+        # torch steps an optimizer that has no state to get one, which is no inner step and must not be kept.
+        stepped, had_state = self.fit.stepped, bool(optimizer.state)
         try:
-            return dict(self._format.optimizer_state(optimizer, super().optimizer_state, self.is_alone))
+            return dict(super().optimizer_state(optimizer))
         finally:
             self.fit.stepped = stepped
+            if not had_state:
+                optimizer.state.clear()
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -405,7 +506,18 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
         """Gathers over the worker group inside a training batch, and over all ranks otherwise."""
         # LightningModule.all_gather passes the world where the user gave no group.
         if group in (None, self.topology.world.process_group) and stays_in_group(self.lightning_module, self._groups):
-            return self.fit.all_gather(tensor, sync_grads, super().all_gather)
+            fit, topology = self.fit, self.topology
+            if not fit.has_gathered and topology.num_groups > 1 and fit.trainer.is_global_zero:
+                _log.warning(
+                    "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
+                    " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss,"
+                    " for instance, are those of the group. This is said once.",
+                    topology.group_size,
+                )
+            fit.has_gathered = True
+            if sync_grads:
+                return topology.in_group.all_gather_with_gradients(tensor)
+            group = topology.in_group.process_group
         return super().all_gather(tensor, group, sync_grads)
 
     @override
@@ -435,31 +547,21 @@ class WorkerGroupStrategy(ReadableStrategy, _Base):
 # Arguments
 
 
-def document(
-    strategy: type[Any],
-    summary: str,
-    base_arguments: Callable[..., Any],
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> None:
-    """Gives a strategy the docstring and the signature that ``help()`` and the command line show.
-
-    Args:
-        strategy: The strategy.
-        summary: What it does.
-        base_arguments: Its own arguments, which are described there; the others are at `WorkerGroupStrategy`.
-        renamed: How it calls some of them; an empty text for those that it does not have.
-    """
-    described, _, raises = inspect.cleandoc(WorkerGroupStrategy.__doc__ or "").partition("\n\nRaises:")
-    own = inspect.cleandoc(base_arguments.__doc__ or "").partition("Args:\n")[2]
+def document(strategy: Any) -> None:
+    """Gives a strategy the docstring and the signature that ``help()`` and the command line show."""
+    arguments, renamed = strategy.model_format.base_arguments, strategy.renamed
+    described, _, raises = inspect.cleandoc(GroupStrategy.__doc__ or "").partition("\n\nRaises:")
+    own = inspect.cleandoc(arguments.__doc__ or "").partition("Args:\n")[2]
     text = f"{described.partition('Args:')[2].rstrip()}\n{own}"
     for name, here in renamed.items():
         pattern, instead = (f"    {name}: ", f"    {here}: ") if here else (rf"    {name}: .*\n(?:     .*\n)*", "")
         text = re.sub(pattern, instead, text)
-    strategy.__doc__ = f"{inspect.cleandoc(summary)}\n\nArgs:{text}\n\nRaises:{raises}"
-    shared = list(inspect.signature(WorkerGroupStrategy.__init__).parameters.values())[1:-1]
+    summary = inspect.cleandoc(strategy.summary or strategy.model_format.summary)
+    strategy.__doc__ = f"{summary}\n\nArgs:{text}\n\nRaises:{raises}"
+    shared = list(inspect.signature(GroupStrategy.__init__).parameters.values())[1:-1]
     parameters = [
         parameter.replace(name=renamed.get(parameter.name, parameter.name))
-        for parameter in (*shared, *inspect.signature(base_arguments).parameters.values())
+        for parameter in (*shared, *inspect.signature(arguments).parameters.values())
         if renamed.get(parameter.name, parameter.name)
     ]
     strategy.__signature__ = inspect.Signature(parameters)
@@ -470,6 +572,7 @@ def document(
 
     @wraps(init)
     def taking(self: Any, *args: Any, **given: Any) -> None:
+        refuse_others(type(self), given)
         init(self, *args, **given)
 
     myself = next(iter(inspect.signature(init).parameters.values()))
@@ -477,13 +580,13 @@ def document(
     strategy.__init__ = taking
 
 
-def refuse_others(strategy: type[Any], of_format: Mapping[str, Any]) -> None:
+def refuse_others(strategy: type[Any], given: Mapping[str, Any]) -> None:
     known = inspect.signature(strategy).parameters
     of_ddp = inspect.signature(DistributedDataParallel).parameters
-    for name in of_format.keys() - known.keys():
+    for name in given.keys() - known.keys():
         if "ddp_kwargs" in known and (name in of_ddp or name.startswith("ddp_comm_")):
             raise TypeError(
                 f"{strategy.__name__} has no argument {name!r}. It belongs to DistributedDataParallel: give"
                 f" ddp_kwargs={{{name!r}: ...}}."
             )
-    refuse_unknown(strategy.__name__, known, of_format)
+    refuse_unknown(strategy.__name__, known, given)

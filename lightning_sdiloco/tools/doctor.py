@@ -33,8 +33,15 @@ from lightning_sdiloco.federation.charter import ChosenQuorum
 from lightning_sdiloco.federation.client import hub_addresses
 from lightning_sdiloco.federation.keys import bundle_at
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
-from lightning_sdiloco.launch.interfaces import exchange_address, group_address
-from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints, Listener, advice, find_broken_connections
+from lightning_sdiloco.launch.reachability import (
+    BrokenConnection,
+    Endpoints,
+    Listener,
+    advice,
+    exchange_address,
+    find_broken_connections,
+    group_address,
+)
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
 from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
 from lightning_sdiloco.planning.units import readable_rate

@@ -16,8 +16,14 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdiloco.launch import reachability, rendezvous
-from lightning_sdiloco.launch.interfaces import exchange_address, for_exchange, group_address
-from lightning_sdiloco.launch.reachability import BrokenConnection, advice, require_reachable
+from lightning_sdiloco.launch.reachability import (
+    BrokenConnection,
+    advice,
+    exchange_address,
+    for_exchange,
+    group_address,
+    require_reachable,
+)
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
 from tests.fits import fit
 from tests.namespaces import add_interface, enter, lose_packets, two_sites

@@ -31,7 +31,7 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMaxMetric
 from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.lightning.host.ddp import fix_bucket_order
+from lightning_sdiloco.lightning.model_format import fix_bucket_order
 from tests import fits
 from tests.fits import LIGHTNING, play
 from tests.ranks import run_processes

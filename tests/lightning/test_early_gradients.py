@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sdiloco.lightning.host import ddp
+from lightning_sdiloco.lightning import model_format as ddp
 from tests import fits
 from tests.fits import LIGHTNING, SomeBatches
 from tests.ranks import in_ranks

@@ -16,10 +16,10 @@ import pytest
 
 import lightning_sdiloco
 from lightning_sdiloco import lightning_pytorch as ours
-from lightning_sdiloco.lightning.host import patching
-from lightning_sdiloco.lightning.host.patching import FABRIC, NEWEST, OLDEST, REGISTER, HostName
+from lightning_sdiloco.lightning import host as patching
+from lightning_sdiloco.lightning.host import FABRIC, NEWEST, OLDEST, REGISTER, HostName
 from lightning_sdiloco.tools.simulate.groups import simulated_classes
-from tests import fits, sharded
+from tests import fits
 from tests.fits import LIGHTNING
 from tests.ranks import in_ranks
 
@@ -31,8 +31,8 @@ VERSION = importlib.import_module(LIGHTNING).__version__
 def prepared(distribution: str, of_shards: bool = False) -> Any:
     """A trainer that is about to fit, with all that the register may look at."""
     host = importlib.import_module(distribution)
-    kind, chosen = (sharded, {}) if of_shards else (fits, {"start_method": "fork"})
-    strategy = kind.strategy(distribution, worker_groups=1, **chosen)
+    chosen: dict[str, Any] = {"data_parallel_size": 1} if of_shards else {"start_method": "fork"}
+    strategy = fits.strategy(distribution, worker_groups=1, **chosen)
     callbacks = [host.callbacks.Timer(timedelta(days=1)), host.callbacks.ModelCheckpoint()]
     callbacks.append(host.callbacks.StochasticWeightAveraging(0.1))
     if hasattr(host.callbacks, "WeightAveraging"):
@@ -70,7 +70,7 @@ class Timer(importlib.import_module(LIGHTNING).Callback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
-def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
+def test_a_name_that_is_missing_is_told(
     distribution: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with monkeypatch.context() as patch:
@@ -84,34 +84,34 @@ def test_a_name_that_is_missing_is_told_with_the_promise_that_it_would_end(
     monkeypatch.setattr(type(prepared(distribution).strategy), "_gone", None, raising=False)
     for place in places:
         with monkeypatch.context() as patch:
-            gone = HostName(place, "_gone", "used", "nothing works")
+            gone = HostName(place, "_gone")
             patch.setattr(patching, "REGISTER", (*REGISTER, gone))
-            with pytest.raises(ValueError, match=re.escape(f"without {gone} nothing works")) as refusal:
+            with pytest.raises(ValueError, match=re.escape(f"worker groups rest on: {gone}. ")) as refusal:
                 look(place, distribution)
             assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in str(refusal.value)
     # What is set is there, and has to be seen.
-    for entry in (entry for entry in REGISTER if entry.use == "set"):
+    for entry in (entry for entry in REGISTER if entry.name in patching._SET):
         public, trainer = entry.name.removeprefix("_"), prepared(distribution, entry.place == "ModelParallelStrategy")
         host = trainer.lightning_module if "module" in entry.place else trainer.strategy
         kinds = [kind for kind in type(host).__mro__ if patching._is_of_lightning(kind) and public in vars(kind)]
         with monkeypatch.context() as patch:
             patch.setattr(kinds[0], public, None)
-            with pytest.raises(ValueError, match=re.escape(f"without {entry} {entry.without}")):
+            with pytest.raises(ValueError, match=re.escape(f"worker groups rest on: {entry}")):
                 look(entry.place, distribution)
 
 
 @in_ranks(1)
 def test_every_fit_looks_for_the_names(rank: int, caplog: pytest.LogCaptureFixture) -> None:
-    needed = HostName("trainer.fit_loop.epoch_loop", "_gone", "used", "worker groups drift apart")
-    optional = HostName("trainer.fit_loop", "_left", "used", "the bar is empty", optional=True)
+    needed = HostName("trainer.fit_loop.epoch_loop", "_gone")
+    optional = HostName("trainer.fit_loop", "_left", without="the bar is empty")
     for distribution, (entry, steps) in product((LIGHTNING, OTHER), ((needed, 0), (optional, 2))):
         patching.REGISTER = (*REGISTER, entry)
         trainer = fits.trainer(distribution, strategy=fits.strategy(distribution), max_steps=2)
-        told = re.escape(f"without {entry} {entry.without}")
-        with nullcontext() if entry.optional else pytest.raises(ValueError, match=told):
+        told = re.escape(f"{entry}, without which {entry.without}" if entry.without else f"{entry}. ")
+        with nullcontext() if entry.without else pytest.raises(ValueError, match=told):
             trainer.fit(fits.module(distribution), fits.SomeBatches(0, 2))
         found = [re.search(told, warning) is not None for warning in warnings_of(caplog)]
-        assert (trainer.global_step, found) == (steps, [True] * entry.optional)
+        assert (trainer.global_step, found) == (steps, [True] * bool(entry.without))
 
 
 def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
@@ -119,11 +119,11 @@ def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
     before = loop.setup_data
     with ExitStack() as undo:
         with pytest.raises(AssertionError, match="_save_something is not in the register"):
-            patching.replace(undo, loop, "_save_something", print)
-        with pytest.raises(ValueError, match="lacks what worker groups rest on: without trainer.fit_loop"):
-            patching.replace(undo, object(), "setup_data", print)
-        patching.replace(undo, loop, "setup_data", print)
-        patching.replace(undo, loop, "setup_data", repr)
+            patching.wrap(undo, loop, "_save_something", print)
+        with pytest.raises(ValueError, match="lacks what worker groups rest on: trainer.fit_loop"):
+            patching.wrap(undo, object(), "setup_data", print)
+        patching.wrap(undo, loop, "setup_data", print)
+        patching.wrap(undo, loop, "setup_data", repr)
         assert loop.setup_data.func is repr
     assert loop.setup_data == before
     assert "setup_data" not in vars(loop)
@@ -171,7 +171,6 @@ def foreign_names(tree: ast.AST, own: set[str], ours: set[str]) -> Iterator[str]
 def test_every_private_name_and_every_patch_is_in_the_register_and_no_other() -> None:
     trees = {path: ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
     defined = {path: defined_in(tree) for path, tree in trees.items()}
-    patched = {entry.name for entry in REGISTER if entry.use == "patched"}
     spoken: set[str] = set()
     for path, tree in trees.items():
         if (
@@ -182,12 +181,14 @@ def test_every_private_name_and_every_patch_is_in_the_register_and_no_other() ->
             continue
         assert set(foreign_names(tree, defined[path], set().union(*defined.values()))) - NAMES - NO_NAMES == set(), path
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "replace" and len(node.args) in (3, 4):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "wrap" and len(node.args) == 4:
                 name = node.args[-2]
-                assert not isinstance(name, ast.Constant) or name.value in patched, path
+                assert not isinstance(name, ast.Constant) or name.value in NAMES, path
             if path != Path(patching.__file__):
                 words = (getattr(node, field, None) for field in ("attr", "name", "value"))
                 spoken |= {word for word in words if isinstance(word, str)}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+                spoken |= {part.value for part in node.args if isinstance(part, ast.Constant) and part.value}
     assert NAMES - spoken == set()
     assert len({(entry.place, entry.name) for entry in REGISTER}) == len(REGISTER)
 
@@ -224,6 +225,6 @@ def test_the_register_names_the_versions_that_are_tested_and_allowed() -> None:
         assert (oldest[name], newest[name]) == (OLDEST, NEWEST)
         (lowest,) = re.findall(rf'"{name}>=([\d.]+),<3"', project)
         assert f"{lowest}.0" == OLDEST
-    late = HostName("trainer", "_x", "used", "", first="2.5.2")
+    late = HostName("trainer", "_x", "2.5.2")
     versions = ("2.5.0.post0", "2.5.2", "2.6.0.dev1", NEWEST, "2.10.0")
     assert [late.is_expected_in(version) for version in versions] == [False, True, True, True, True]

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricCollection
 
-from lightning_sdiloco.lightning.host.ddp import SingleRankDDP
+from lightning_sdiloco.lightning.model_format import SingleRankDDP
 from tests import fits
 from tests.fits import LIGHTNING
 from tests.lightning.uneven_fits import same

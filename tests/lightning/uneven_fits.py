@@ -121,7 +121,7 @@ def run_fit(
     **trainer_choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank; what must be the same in all ranks is under ``"common"``."""
-    warned, size = fits.said_by("lightning_sdiloco.lightning.host"), world_size // groups
+    warned, size = fits.said_by("lightning_sdiloco.lightning.epochs"), world_size // groups
     model = make(distribution, seed=rank)
     strategy = fits.strategy(distribution, worker_groups=groups, **choices)
     common = {"devices": world_size, "max_epochs": 2, "num_sanity_val_steps": 0}

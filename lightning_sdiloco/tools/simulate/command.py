@@ -20,7 +20,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.lightning.strategy import GroupStrategy
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
 from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate
@@ -178,7 +178,7 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
 
 
 def _known() -> list[str]:
-    arguments = list(inspect.signature(WorkerGroupStrategy.__init__).parameters)[1:]
+    arguments = list(inspect.signature(GroupStrategy.__init__).parameters)[1:]
     return [_GROUPS, *(one for one in arguments if one not in ("worker_groups", "of_format"))]
 
 

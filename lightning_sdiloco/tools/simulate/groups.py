@@ -30,8 +30,7 @@ from lightning_sdiloco.engine.flight import StepClock
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host.patching import check_without_trainer
-from lightning_sdiloco.lightning.host.patching import replace as replace_in
+from lightning_sdiloco.lightning.host import check_without_trainer, wrap
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
 from lightning_sdiloco.planning.link import require
 from lightning_sdiloco.planning.workload import Model
@@ -275,8 +274,8 @@ def _quietly(module: nn.Module) -> Iterator[None]:
     module.eval()
     try:
         with torch.no_grad(), ExitStack() as undo:
-            replace_in(undo, module, "log", lambda *args, **kwargs: None)
-            replace_in(undo, module, "log_dict", lambda *args, **kwargs: None)
+            wrap(undo, module, "log", lambda *args, **kwargs: None)
+            wrap(undo, module, "log_dict", lambda *args, **kwargs: None)
             yield
     finally:
         for part, mode in modes:

@@ -3,29 +3,24 @@
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
 are not, or a loader ends before the length that it announced, a group without data follows the others with idle
 batches: Lightning gets None, which it takes for a batch without training. They count as inner steps and as global steps
-like those of the group that trains in them, so whatever happens every so many steps happens in all groups after the
-same one. The group asks for the end of the epoch with its next launch; the batch in which that lands is the last in all
-groups. Where the data of all has ended, the epoch is over at once.
+like those of the group that trains in them. The group asks for the end of the epoch with its next launch; the batch in
+which that lands is the last in all groups. Where the data of all has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not stop them. So every
-group says where it is at each meeting: before a launch, and before whatever else makes all ranks wait for each other,
-such as a validation or a checkpoint. It sends the number of the batch and goes on. A group without data says so at
-once, in place of its next meeting, and waits to hear the others. If the data of all has ended, the last batch that any
-of them has is the last of the epoch. If not, the others are at a meeting: the group follows them to that batch, takes
-part, and waits again. So between two launches a group that has data says nothing and waits for nobody, and in every
-batch through which a group follows another one trains.
+group says in which batch it is before a launch, and before whatever else makes all ranks wait for each other, and goes
+on. A group without data says so at once, and waits to hear the others. If the data of all has ended, the last batch
+that any of them has is the last of the epoch. If not, the group follows the others to the batch in which they meet,
+takes part, and waits again: in every batch through which it follows another one trains.
 
 [Note: a batch ahead] Where no length is known, the next batch is fetched before one is trained, as Lightning does, to
 know the last one. A checkpoint holds the state that loaders had before that, so a resumed fit fetches it again.
 
 [Note: silence between launches] Lightning broadcasts to all ranks before every batch whether rank 0 was terminated, and
-after every batch whether a time limit or a checkpoint's time interval has passed. Each broadcast would make every
-worker group wait for the slowest one at every step. Here these decisions travel in the control vector of the next
-launch instead, and all ranks act on them after the same inner step, when that launch lands.
+after every batch whether a time limit or a checkpoint's time interval has passed. Here these decisions travel in the
+control vector of the next launch instead, and all ranks act on them after the same inner step, when that launch lands.
 
 [Note: nothing in users' objects] What metrics and synchronised BatchNorm gather is kept in the group by replacing it in
-their libraries, not in the objects of users: a process group in a metric or in a layer would be found by whoever copies
-or pickles it, such as a checkpoint whose hyperparameters hold a metric.
+their libraries, not in the objects of users, which may be copied or pickled: a process group cannot.
 """
 
 import importlib
@@ -48,7 +43,7 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.lightning.fit_state import MOST_CHECKPOINTS, FitState, Request
 from lightning_sdiloco.lightning.groups import ConnectedGroups, in_batch
-from lightning_sdiloco.lightning.host.patching import replace
+from lightning_sdiloco.lightning.host import wrap
 from lightning_sdiloco.lightning.monitor import progress
 
 _log = logging.getLogger(__name__)
@@ -64,41 +59,42 @@ class Epochs:
     See [Note: where the others are]. With several worker groups it stands in the place of Lightning's data fetcher.
     """
 
+    # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
+    done = _is_open = _is_over = False
+    fetched = 0
+    # The last batch in which this group or another is known to be, and the last of the epoch once that is known.
+    _last = 0
+    _end: int | None = None
+
     def __init__(self, fit: FitState) -> None:
         self.fit = fit
         self._told: deque[tuple[int, Any]] = deque()  # After which inner step, and what was posted.
-        # The last batch in which this group or another is known to be, and the last of the epoch once that is known.
-        self._last = 0
-        self._end: int | None = None
-        # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
-        self.done = self._is_open = self._is_over = False
-        self.fetched = 0
 
     def end_together(self, undo: ExitStack) -> None:
         """Replaces what ends epochs in Lightning; see [Note: uneven data]. One worker group alone needs nothing."""
         trainer, loop = self.fit.trainer, self.fit.trainer.fit_loop
-        setup_data, validates = loop.setup_data, loop.epoch_loop._should_check_val_fx
         self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
 
-        def saved_state() -> dict[str, Any]:
+        def saved_state(states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             # With that of its loaders as if nobody had looked ahead.
             loaders = self._loaders if loop._data_fetcher is self else None
-            return self._states() if loaders is None else {**self._states(), _LOADERS: loaders}
+            return states() if loaders is None else {**states(), _LOADERS: loaders}
 
-        def should_validate(fetcher: Any) -> bool:
+        def should_validate(validates: Callable[[Any], bool], fetcher: Any) -> bool:
             # Also after an epoch with fewer batches than were announced.
             progress = loop.epoch_loop.batch_progress
             early = progress.is_last_batch and progress.current.ready < trainer.num_training_batches
             due = validates(fetcher)
-            due = due or (early and _validates_by_share(trainer) and loop.epoch_loop._should_check_val_epoch())
+            by_share = isinstance(trainer.val_check_interval, float)
+            due = due or (early and by_share and loop.epoch_loop._should_check_val_epoch())
             if due:
                 self.fit.groups.meet()
             return bool(due)
 
         if self.fit.groups.topology.num_groups > 1:
-            replace(undo, loop, "setup_data", partial(self._setup_data, setup_data))
-            replace(undo, loop, "on_save_checkpoint", saved_state)
-            replace(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
+            wrap(undo, loop, "setup_data", self._setup_data)
+            wrap(undo, loop, "on_save_checkpoint", saved_state)
+            wrap(undo, loop.epoch_loop, "_should_check_val_fx", should_validate)
 
     # Where the others are
 
@@ -157,18 +153,17 @@ class Epochs:
     def _setup_data(self, original: Callable[[], None]) -> None:
         loop, strategy = self.fit.trainer.fit_loop, self.fit.trainer.strategy
         before, failure, loaded = loop._data_fetcher, None, False
-        wait = strategy.barrier
 
-        def barrier(name: Any = None, *args: Any, **kwargs: Any) -> None:
+        def barrier(wait: Callable[..., None], name: Any = None, *args: Any, **kwargs: Any) -> None:
             nonlocal loaded
             wait(name, *args, **kwargs)
             if name == _LOADED:
                 loaded = True
                 # Lightning sums lengths over all ranks, which hangs if only some loaders have one.
-                replace(undo, strategy, "reduce", lambda tensor, *args, **kwargs: tensor)
+                wrap(undo, strategy, "reduce", lambda _, tensor, *args, **kwargs: tensor)
 
         with ExitStack() as undo:
-            replace(undo, strategy, "barrier", barrier)
+            wrap(undo, strategy, "barrier", barrier)
             try:
                 original()
             except Exception as error:
@@ -198,7 +193,7 @@ class Epochs:
         loop, own = trainer.fit_loop, None
         if failure is None:
             # A restored loader may be at its end, and groups may have no data in a later epoch.
-            resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumes_exactly)
+            resumed = loop.restarting or getattr(loop, "is_resuming", trainer.strategy.fit.checkpointer.resumed)
             is_empty = loop._data_fetcher.done and not resumed
             own = (0 if is_empty else None) if loop.max_batches == float("inf") else int(loop.max_batches)
         ranks = topology.world.all_gather_object((topology.group_index, own, repr(failure) if failure else ""))
@@ -209,7 +204,7 @@ class Epochs:
                 raise ValueError(f"Worker group {group} cannot train with its data: {error}.")
         lengths = {length for _, length, _ in ranks}
         agreed: int | None = min(lengths - {None}, default=None)
-        if len(lengths) == 1:
+        if agreed is None or len(lengths) == 1:
             return agreed
         told: dict[int, dict[str, None]] = {}
         for group, length, _ in ranks:
@@ -221,7 +216,7 @@ class Epochs:
                 " Give every group data, or train with fewer worker groups."
             )
         loop.max_batches = agreed
-        if _validates_by_share(trainer):
+        if isinstance(trainer.val_check_interval, float):
             trainer.val_check_batch = max(1, int(agreed * trainer.val_check_interval))
         if trainer.is_global_zero:
             _log.warning(
@@ -288,23 +283,17 @@ class Epochs:
         self._fetcher.teardown()
 
 
-def _validates_by_share(trainer: Any) -> bool:
-    by_time = getattr(trainer, "_val_check_time_interval", None) is not None
-    return isinstance(trainer.val_check_interval, float) and not by_time
-
-
 # What Lightning counts and logs in them
 
 
 def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
     """Counts a batch without training as Lightning counts one with training."""
-    loop = trainer.fit_loop.epoch_loop
+    loop, steps = trainer.fit_loop.epoch_loop, 1
     loop.batch_progress.increment_started()
     if loop._should_accumulate():
         return False
-    if trainer.lightning_module.automatic_optimization:
-        progress, steps = loop.automatic_optimization.optim_progress.optimizer.step, 1
-    else:
+    progress = loop.automatic_optimization.optim_progress.optimizer.step
+    if not trainer.lightning_module.automatic_optimization:
         progress, steps = loop.manual_optimization.optim_step_progress, optimizer_steps
     for _ in range(steps):
         progress.increment_ready()
@@ -316,15 +305,17 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
     """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
 
-    def is_reduced(result: Any) -> bool:
-        if not result.meta.on_epoch or result.has_reset:
-            return False
-        if result.is_tensor:
-            return bool(result.meta.sync.should and not result.meta.sync.rank_zero_only)
-        # A metric gathers its own states.
-        return bool(getattr(result.value, "sync_on_compute", True))
-
-    logged = [key for key, result in results.items() if is_reduced(result)]
+    # A metric gathers its own states.
+    logged = [
+        key
+        for key, result in results.items()
+        if result.meta.on_epoch and not result.has_reset
+        if (
+            result.meta.sync.should and not result.meta.sync.rank_zero_only
+            if result.is_tensor
+            else getattr(result.value, "sync_on_compute", True)
+        )
+    ]
     common = set.intersection(*map(set, topology.world.all_gather_object(logged)))
     dropped = [key for key in logged if key not in common]
     for key in dropped:
@@ -398,10 +389,10 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
         elif timer.time_elapsed() >= timer._duration:
             fit.requests.ask(Request.TIME_LIMIT)
 
-    replace(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+    wrap(undo, trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda _: None)
     for timer in trainer.callbacks:
         if hasattr(timer, "_check_time_remaining"):
-            replace(undo, timer, "_check_time_remaining", partial(check, timer, timer._check_time_remaining))
+            wrap(undo, timer, "_check_time_remaining", partial(check, timer))
     by_time = [saver for saver in trainer.callbacks if getattr(saver, "_train_time_interval", None) is not None]
     if len(by_time) > MOST_CHECKPOINTS:
         raise ValueError(
@@ -418,18 +409,17 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
             fit.requests.deciding = None
 
     for index, saver in enumerate(by_time):
-        replace(undo, saver, "on_train_batch_end", partial(decide, index, saver.on_train_batch_end))
+        wrap(undo, saver, "on_train_batch_end", partial(decide, index))
     _monitor_means(undo, trainer, fit.groups)
     _keep_in_group(undo, trainer, fit.groups.topology.in_group.process_group)
-    if (bar := trainer.progress_bar_callback) is not None:
-        metrics = bar.get_metrics
 
-        def metrics_shown(*args: Any) -> dict[str, Any]:
-            console = getattr(getattr(bar, "progress", None), "console", None)
-            columns = math.inf if console is None else console.width - _BESIDE_METRICS
-            return {**metrics(*args), **(progress(fit.engine, columns) if fit.engine is not None else {})}
+    def metrics_shown(metrics: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+        console = getattr(getattr(trainer.progress_bar_callback, "progress", None), "console", None)
+        columns = math.inf if console is None else console.width - _BESIDE_METRICS
+        return {**metrics(*args), **(progress(fit.engine, columns) if fit.engine is not None else {})}
 
-        replace(undo, bar, "get_metrics", metrics_shown)
+    if trainer.progress_bar_callback is not None:
+        wrap(undo, trainer.progress_bar_callback, "get_metrics", metrics_shown)
 
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
@@ -454,32 +444,28 @@ def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> No
         if not groups.is_alone:
             original(*args)
 
-    loop = trainer.fit_loop.epoch_loop
-    replace(undo, loop, "_get_monitor_value", partial(monitored, loop._get_monitor_value))
+    wrap(undo, trainer.fit_loop.epoch_loop, "_get_monitor_value", monitored)
     for saver in trainer.callbacks:
-        if hasattr(saver, "_monitor_candidates"):
-            replace(undo, saver, "_monitor_candidates", partial(candidates, saver._monitor_candidates))
-        if hasattr(saver, "_save_last_checkpoint"):
-            replace(undo, saver, "_save_last_checkpoint", partial(save_last, saver._save_last_checkpoint))
+        for name, around in (("_monitor_candidates", candidates), ("_save_last_checkpoint", save_last)):
+            if hasattr(saver, name):
+                wrap(undo, saver, name, around)
 
 
 def _keep_in_group(undo: ExitStack, trainer: Any, own: Any) -> None:
     """Keeps metrics and synchronised BatchNorm in the worker group; see [Note: nothing in users' objects]."""
     if own is None:
         return
-    # Each metric without a `dist_sync_fn` of its own looks it up there, whether it is part of the module or not.
-    metrics: Any = importlib.import_module("torchmetrics.metric")
-    gather_all, normalise = metrics.gather_all_tensors, nn.SyncBatchNorm.forward
 
-    def gather(result: Tensor, group: Any = None) -> Any:
+    def gather(gather_all: Callable[..., Any], result: Tensor, group: Any = None) -> Any:
         return gather_all(result, own if group is None and in_batch(trainer.lightning_module) else group)
 
-    def forward(layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
+    def forward(normalise: Callable[..., Tensor], layer: nn.SyncBatchNorm, x: Tensor) -> Tensor:
         before, layer.process_group = layer.process_group, own
         try:
             return normalise(layer, x)
         finally:
             layer.process_group = before
 
-    replace(undo, metrics, "gather_all_tensors", gather)
-    replace(undo, nn.SyncBatchNorm, "forward", forward)
+    # Each metric without a `dist_sync_fn` of its own looks it up there, whether it is part of the module or not.
+    wrap(undo, importlib.import_module("torchmetrics.metric"), "gather_all_tensors", gather)
+    wrap(undo, nn.SyncBatchNorm, "forward", forward)

@@ -1,0 +1,328 @@
+"""What this package knows of Lightning's insides: a register, the one way to patch, and what is refused.
+
+[Note: the register] Some promises to users rest on names that Lightning may change in any release: private ones, and
+methods that are replaced for the time of a fit. Each stands in `REGISTER`. `check_names` looks for all of them before a
+fit begins, so that no promise ends without a word, and `wrap` replaces nothing that is not in the register. A test
+compares the register with the source; another misses one at each place.
+
+[Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with `isinstance`: there
+are two distributions, each with classes of its own; one of them may not be installed, and older versions lack some.
+"""
+
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from functools import cache, partial, reduce
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lightning_sdiloco.registration import variants
+
+_log = logging.getLogger(__name__)
+
+_RESULT = "lightning.pytorch.trainer.connectors.logger_connector.result"
+
+OLDEST, NEWEST = "2.5.0", "2.6.6"
+"""The first and the last version of Lightning that the tests have passed with."""
+
+FABRIC = "Fabric's DDPStrategy"
+"""Stands for the base class of Fabric's strategy, which has the name of another class."""
+
+
+class HostName(NamedTuple):
+    place: str
+    name: str
+    first: str = OLDEST
+    without: str = ""
+    """What a run is without a name that it does not need; empty for one that it does."""
+
+    def __str__(self) -> str:
+        return f"{self.place}.{self.name}"
+
+    def is_expected_in(self, version: str) -> bool:
+        """Returns whether a version should have it: one that is newer than all that were tried should."""
+        own, first = (tuple(map(int, re.findall(r"\d+", text)[:3])) for text in (version, self.first))
+        return own >= first
+
+
+_TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
+
+# What is used, patched, overridden or set, and what rests on it.
+_NEEDED: dict[str, tuple[str, ...]] = {
+    # Where a fit begins and is saved, what its loaders are, and which hook runs.
+    "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),
+    "trainer.lightning_module": ("_trainer", "_current_fx_name", "_device_mesh", "forward", "log", "log_dict"),
+    "trainer._data_connector": ("_prepare_dataloader",),
+    # After a signal all ranks end at the same point, from which the fit can be resumed exactly.
+    "trainer._signal_connector": ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"),
+    # Epochs of unequal lengths end together, also after a resume, and all groups validate after the same batch.
+    "trainer.fit_loop": (
+        *("setup_data", "reset", "on_advance_start", "on_advance_end", "on_save_checkpoint", "_data_fetcher"),
+        *("_combined_loader", "_restarting", "restarted_mid_epoch", "reset_restart_stage"),
+    ),
+    "trainer.fit_loop.epoch_loop": (
+        *("reset", "advance", "on_advance_end", "restarted_on_train_batch_end", "_is_training_done", "_warning_cache"),
+        *("_num_ready_batches_reached", "_should_accumulate", "_should_check_val_fx", "_should_check_val_epoch"),
+        *("_batches_that_stepped", "_results", "_get_monitor_value"),
+    ),
+    "lightning.pytorch.loops.fetchers": ("_DataLoaderIterDataFetcher",),
+    "lightning.pytorch.loops.fetchers._PrefetchDataFetcher": ("_start_profiler", "_stop_profiler"),
+    # Validation sees the chosen model.
+    "trainer.fit_loop.epoch_loop.val_loop": ("run",),
+    "trainer.validate_loop": ("run",),
+    "trainer.test_loop": ("run",),
+    "trainer.predict_loop": ("run",),
+    # A resumed epoch has the metrics of its first batches; one that is computed in a batch waits for nobody.
+    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter"),
+    _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
+    f"{_RESULT}._Sync": ("_should",),
+    "torchmetrics.SumMetric": ("_forward_cache", "_update_count", "_defaults"),
+    "torchmetrics.metric": ("gather_all_tensors",),
+    # All groups save and stop together, and no batch waits for other groups.
+    "ModelCheckpoint": ("on_train_batch_end", "_train_time_interval", "_monitor_candidates", "_save_last_checkpoint"),
+    "Timer": ("_check_time_remaining", "_duration"),
+    "CheckpointIO": ("save_checkpoint",),
+    # Averages are of outer parameters.
+    "StochasticWeightAveraging": ("_average_model", "on_train_epoch_start"),
+    # The ranks start, connect, and reduce gradients in their worker group.
+    "trainer.strategy": ("_configure_launcher", "_launcher", "reduce", "barrier"),
+    "DDPStrategy": ("_setup_model", "_ddp_kwargs", "_ddp_comm_hook", "_ddp_comm_state", "_start_method"),
+    "ModelParallelStrategy": ("_setup_distributed", "_device_mesh"),
+    "lightning.pytorch.strategies.launchers": ("_MultiProcessingLauncher",),
+    "_MultiProcessingLauncher": ("_wrapping_function", "_start_method", "_strategy"),
+    FABRIC: ("_configure_launcher", "_ddp_kwargs", "_set_world_ranks"),
+    # `sdiloco simulate` reads the configuration of a command line.
+    "LightningCLI": ("_get", "_run_subcommand"),
+}
+
+_SET = ("_launcher", "_device_mesh")
+"""Names that are set, and are there then: Lightning must show them in public ones."""
+
+REGISTER = (
+    *(HostName(place, name) for place, names in _NEEDED.items() for name in names),
+    *(
+        HostName("WeightAveraging", name, "2.6.0")
+        for name in (
+            *("_average_model", "_latest_update_step", "should_update", "on_train_batch_end", "on_train_epoch_end"),
+            *("on_train_end", "on_save_checkpoint"),
+        )
+    ),
+    HostName("trainer", "_results", without="sdiloco simulate tells no validation"),
+    HostName("trainer", "_val_check_time_interval", "2.6.0", "validation that goes by the clock is not refused"),
+    HostName("trainer.fit_loop", "is_resuming", "2.5.3", "the epoch after a resume may not be that of an unbroken fit"),
+    HostName("trainer.fit_loop.epoch_loop", "_broadcast_sigterm_tensor", "2.5.2", "worker groups may wait in batches"),
+    HostName("ProgressBar", "get_metrics", without="the progress bar shows no outer step"),
+    HostName("DDPStrategy", "_register_ddp_hooks", without="sdiloco simulate does not run"),
+)
+
+
+def check_names(trainer: Any) -> None:
+    """Looks for all names of the register that a fit of this trainer may need; see [Note: the register]."""
+    version = str(importlib.import_module(_distribution_of(trainer)).__version__)
+    expected = [entry for entry in REGISTER if entry.is_expected_in(version)]
+    missing = [entry for entry in expected if not all(_has(host, entry) for host in _hosts(entry.place, trainer))]
+    _require(missing, f", {version},", warns=trainer.is_global_zero)
+
+
+def check_without_trainer(host: Any, place: str = "") -> None:
+    """Looks for the names of the register in a class, or in an object that stands for a place."""
+    places = {place} if place else class_names(host)
+    _require([entry for entry in REGISTER if entry.place in places and not _has(host, entry)])
+
+
+def _require(missing: list[HostName], version: str = "", warns: bool = False) -> None:
+    needed = [str(entry) for entry in missing if not entry.without]
+    lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
+    told = (
+        f"This version of Lightning{version} lacks what worker groups rest on: {'; '.join(lacks)}. lightning-sdiloco"
+        f" was tried with Lightning {OLDEST} to {NEWEST}."
+    )
+    if needed:
+        raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
+    if missing and warns:
+        _log.warning("%s Training goes on without.", told)
+
+
+def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
+    """Lets a function stand in the place of one of Lightning's, which it gets as its first argument."""
+    entry = next((entry for entry in REGISTER if entry.name == name), None)
+    assert entry is not None, f"{name} is not in the register of {__name__}"
+    if not hasattr(target, name):
+        _require([entry])
+        return
+    original, own = getattr(target, name), vars(target)
+    undo.callback(*((setattr, target, name, own[name]) if name in own else (own.pop, name, None)))
+    if isinstance(target, (type, ModuleType)):
+        setattr(target, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+    else:
+        setattr(target, name, _Replacement(target, name, around, original))
+
+
+class _Replacement(partial[Any]):
+    """A function in the place of a method, of which copies and pickles of the object have the method itself."""
+
+    replaced: tuple[Any, str]
+
+    def __new__(cls, target: Any, name: str, around: Callable[..., Any], original: Any) -> "_Replacement":
+        replacement = super().__new__(cls, around, original)
+        replacement.replaced = target, name
+        return replacement
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, str]]:
+        # As for a bound method. The copy has no attributes of its own yet when this is called for it.
+        return getattr, self.replaced
+
+
+# Where names are looked for
+
+
+def _hosts(place: str, trainer: Any) -> Iterator[Any]:
+    """Yields the objects at a place: none where the trainer has nothing of the kind."""
+    top, *path = place.split(".")
+    if top == "trainer":
+        # The private names on the way are in the register themselves.
+        with suppress(AttributeError):
+            yield reduce(getattr, path, trainer)
+    elif path:
+        yield _imported(place.replace("lightning.pytorch", _distribution_of(trainer)))
+    else:
+        strategy = trainer.strategy
+        parts = *trainer.callbacks, strategy, strategy.launcher, strategy.checkpoint_io
+        yield from (host for host in parts if place in class_names(type(host)))
+
+
+@cache
+def _imported(place: str) -> Any:
+    """Returns a module, or an object of a class, as ``__init__`` makes it; None if there is no such class."""
+    module, _, name = place.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+    return found() if isinstance(found, type) else found
+
+
+def _distribution_of(trainer: Any) -> str:
+    return next(
+        kind.__module__.removesuffix(".trainer.trainer") for kind in type(trainer).__mro__ if _is_of_lightning(kind)
+    )
+
+
+def _has(host: Any, entry: HostName) -> bool:
+    """Returns whether an object of Lightning has a name by itself, and not because a subclass of ours has it."""
+    name, is_class = entry.name, isinstance(host, type)
+    own: Mapping[str, Any] = {} if is_class else getattr(host, "__dict__", {})
+    if name in _SET:
+        return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
+    kinds = (host if is_class else type(host)).__mro__
+    return name in own or any(name in vars(kind) for kind in kinds if _is_of_lightning(kind))
+
+
+def _is_of_lightning(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _TOPS
+
+
+def class_names(kind: type) -> set[str]:
+    """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
+    return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
+
+
+# What is refused: trainers that would leave worker groups with different models, or waiting for each other in vain
+
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+_PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
+
+
+_AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
+# Why a callback cannot work, by its class.
+_WITH_GROUPS = {
+    "ModelPruning": "chooses what to prune from the local weights of each worker group, so that every group would prune"
+    " something else. Prune the outer model after training, with torch.nn.utils.prune.",
+    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so that every worker group would"
+    " wait for the slowest at every step. Leave it out; a group whose values are not finite is left out of the mean"
+    " anyway.",
+}
+_WITH_SHARDS = {
+    **dict.fromkeys(
+        _AVERAGING,
+        "copies the whole model, of which every rank has only a part. Leave it out: the outer model, which validation"
+        " and checkpoints show, is an average already.",
+    ),
+    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze what is to stay"
+    " in configure_model, and train in several fits.",
+}
+_ON_A_ROUTE = dict.fromkeys(
+    _AVERAGING,
+    "averages outer parameters over time, and on this route each worker group holds some of its own, so that every"
+    " group would end with another average. Leave out the callback, or route.",
+)
+
+
+def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> None:
+    """Refuses what cannot work with groups, on a route, or where each rank of a group holds a part of the model."""
+    precision = trainer.strategy.precision_plugin.precision
+    if is_sharded and precision not in _PRECISIONS:
+        raise ValueError(
+            f"precision={precision!r} does not work with sharded models in Lightning. Choose one of"
+            f" {', '.join(map(repr, _PRECISIONS))}."
+        )
+    # Lightning before 2.6 has no such validation.
+    if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
+        raise ValueError(
+            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock and validate after"
+            " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
+            " epoch."
+        )
+    averaging = [callback for callback in trainer.callbacks if class_names(type(callback)).intersection(_AVERAGING)]
+    if len(averaging) > 1:
+        raise ValueError(
+            "There are several callbacks that average weights:"
+            f" {', '.join(type(callback).__name__ for callback in averaging)}. A checkpoint has room for one average,"
+            " and the module for one at the end. Keep one of them."
+        )
+    reasons = {**_WITH_GROUPS, **({} if shares else _ON_A_ROUTE), **(_WITH_SHARDS if is_sharded else {})}
+    for callback in trainer.callbacks:
+        for kind in class_names(type(callback)) & reasons.keys():
+            raise ValueError(f"{type(callback).__name__} {reasons[kind]}")
+    for callback in averaging if trainer.max_epochs != -1 else ():
+        # Only StochasticWeightAveraging has it.
+        contains_batch_norm = getattr(callback, "pl_module_contains_batch_norm", lambda module: False)
+        if contains_batch_norm(trainer.lightning_module):
+            raise ValueError(
+                f"{type(callback).__name__} is used with a model that has BatchNorm: it adds an epoch that recomputes"
+                " the statistics, in every worker group from its own data and without an exchange, so that every group"
+                " would end with another model. Use WeightAveraging or EMAWeightAveraging, which average the"
+                " statistics too."
+            )
+
+
+def refuse_in_notebook(host: Any) -> None:
+    """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there."""
+    # Lightning decides alike.
+    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    launcher = host.launcher
+    if is_interactive and launcher is not None and not launcher.is_interactive_compatible:
+        name = "_".join((host.strategy_name, "notebook"))
+        raise ValueError(
+            f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an interactive interpreter,"
+            " which has no script that they could run. "
+            + (
+                f"Write strategy={name!r}, or give the strategy start_method='fork'."
+                if name in variants(host.strategy_name)
+                else "Run your code as a script."
+            )
+        )
+
+
+def advise_on_unused(exception: BaseException, name: str) -> None:
+    """Replaces what torch says of parameters without a gradient, before Lightning does so and advises DDP."""
+    advice = (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        " training_step. If this is intentional, DistributedDataParallel must look for them in every step: write"
+        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
+        " ddp_kwargs={'find_unused_parameters': True}."
+    )
+    exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)
