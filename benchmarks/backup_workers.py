@@ -185,7 +185,8 @@ class Play:
     def _launch(self, site: Site) -> None:
         number = next(self._numbers)
         payload = Payload(f"{number:064x}", 8)
-        sent = site.follower.launch(0, site.step, site.outer, (payload,), norm_squared=float(number))
+        begun = replace(site.follower.begin(0, site.step), digest=site.outer, payloads=(payload,))
+        sent = site.follower.complete(replace(begun, norm_squared=float(number)))
         assert sent is not None, "the outer values are those of the last landing"
         site.launched += 1
         site.launches[sent.round] = self.now

@@ -2,7 +2,7 @@
 
 The rules (`charter`, `messages`, `quorum`, `ledger` of the hub, `follower` of a site) know no network, clock, file or
 tensor: in come messages, digests and the time, out come records, answers and decisions. The hub makes them durable
-(`journal`, `store`), decides (`coordinator`) and serves (`server`, `keys`). A site, which is launched by its
+(`store`), decides (`coordinator`) and serves (`server`, `keys`). A site, which is launched by its
 `Federation`, is a loop of the engine (`site`) over a connection (`remote`, or in memory). gRPC and cryptography are the
 extra ``federated``: without them all can be imported, and a hub or a connection says what to install.
 """

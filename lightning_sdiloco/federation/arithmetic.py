@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import NamedTuple
 
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, digest, plain
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
@@ -25,23 +25,18 @@ from lightning_sdiloco.compression import resolve, weighted_mean
 from lightning_sdiloco.engine.flight import mean_of_buffers, norm_squared, outer_step, reported, span_from, whole_norm
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
 
-_Fetched = tuple[int, int, Payload]
-"""A payload that a rank fetches: of which site in the record, of which rank there, and its name."""
-
 
 class Encoded(NamedTuple):
-    payloads: tuple[Payload, ...]
+    sent: Contribution
     blobs: dict[str, Bytes]
     memory: Tensor | None
     tuning: Tensor | None
-    digest: int
-    finite: bool
-    norm_squared: float
 
 
 class Stepped(NamedTuple):
@@ -62,17 +57,10 @@ class _Site(NamedTuple):
 class SiteArithmetic:
     """Encodes for a site, and applies records. Everything here runs in the background, and writes to no record."""
 
-    def __init__(
-        self,
-        fragments: Sequence[FragmentState],
-        topology: Topology,
-        settings: Settings,
-        schedule: Schedule,
-    ) -> None:
-        self._fragments = fragments
+    def __init__(self, rounds: Rounds, topology: Topology) -> None:
+        self._fragments, self._schedule, settings = rounds.fragments, rounds.schedule, rounds.settings
         # All is done in the first stage of the background, whose communicator this is.
         self._site, self._rank, self._ranks = topology.stages[0], topology.group_rank, topology.group_size
-        self._schedule = schedule
         self._all_reduce, self._exact_all_reduce = (
             all_reduce_for(settings.exchange, topology.num_groups, codec, settings.landing.kept)
             for codec in (settings.codec, resolve("fp32"))
@@ -97,15 +85,14 @@ class SiteArithmetic:
         outer = digest(launch.outer, start=fragment.layout.start)
         own = payload, outer, finite, norm if isfinite(norm) else 0.0
         payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
-        return Encoded(
-            payloads=tuple(Payload(*one) for one in payloads),
-            blobs={payload.key: blob},
-            memory=encoded.memory,
-            tuning=encoded.tuning,
+        sent = replace(
+            begun,
             digest=combined(list(digests)),
+            payloads=tuple(Payload(*one) for one in payloads),
             finite=all(finites),
             norm_squared=sum(norms),
         )
+        return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning)
 
     def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
@@ -214,7 +201,8 @@ class SiteArithmetic:
         return {index: part.view_as(own) for index, (part, own) in enumerate(zip(parts, outer, strict=True))}
 
 
-def fetched_by(rank: int, ranks: int, record: Record) -> list[_Fetched]:
+def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:
+    """Returns the payloads that a rank fetches: of which site in the record, of which rank there, and its name."""
     return [
         (site, place, own.payloads[place])
         for site, own in enumerate(record.counted)

@@ -17,10 +17,8 @@ from lightning_sdiloco.federation.codec import (
     plain,
 )
 
-RETENTION = 8
-"""For how many rounds payloads are kept. Who is further behind needs a state."""
-ANCHOR_EVERY = 50
-"""Rounds between two states that are left at the hub, so that the run survives the loss of all sites."""
+RETENTION = 8  # rounds for which payloads are kept; who is further behind needs a state
+ANCHOR_EVERY = 50  # rounds between two states that are left at the hub, so that the run survives the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 
@@ -79,8 +77,8 @@ class Terms:
         return self.rounds is not None and round >= self.rounds
 
 
+# Those of a fragment in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
-"""The parameters of a fragment in the order of their values: names, and what describes shape and dtype."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A site's end of the connections to its hub: calls fail soon where it is gone, and it is found again by itself."""
+"""A site's ways to its hub: over connections that fail soon where it is gone and find it again, and in memory."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.codec import Bytes, key_of
+from lightning_sdiloco.federation.codec import Bytes, key_of, read
 from lightning_sdiloco.federation.keys import Identity, Peer, Role, bundle_of, host_of
-from lightning_sdiloco.federation.messages import Event
+from lightning_sdiloco.federation.messages import Event, Recorded, StateOffered, said_in
 from lightning_sdiloco.federation.wire import (
     AWAY,
     CHUNK,
@@ -29,6 +29,7 @@ from lightning_sdiloco.federation.wire import (
     PROTOCOL,
     SERVICE,
     Altered,
+    Busy,
     Failure,
     Header,
     HubError,
@@ -40,12 +41,8 @@ from lightning_sdiloco.federation.wire import (
     unpack,
 )
 
-LEAST_RATE = 64 << 10
-"""Bytes per second below which a blob is given up in the end: half of 1 Mbit/s."""
-
-PATIENCE = 30.0
-"""Seconds without any progress after which a connection is given up."""
-
+LEAST_RATE = 64 << 10  # bytes per second below which a blob is given up in the end: half of 1 Mbit/s
+PATIENCE = 30.0  # seconds without any progress after which a connection is given up
 _SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
@@ -81,11 +78,7 @@ def hub_addresses(hub: str) -> list[tuple[str, int]]:
 
 
 class HubClient:
-    """Connects to a hub: one connection for calls and events, and some over which the parts of blobs travel.
-
-    A blob is cut into a part for each of those: where packets are lost, eight connections carry five times as much as
-    one. What has arrived of a part is not sent again when its connection breaks.
-    """
+    """Connects to a hub: one connection for calls and events, and some over which the parts of blobs travel."""
 
     def __init__(
         self,
@@ -95,11 +88,10 @@ class HubClient:
         keys: str | Path | None = None,
         insecure: bool = False,
         role: Role = "site",
-        channels: int = 8,
+        channels: int = 8,  # where packets are lost, they carry five times as much as one
         timeout: float = 10.0,
         beat: float = 1.0,
-        max_blob: int = MAX_BLOB,
-        life: str | None = None,
+        life: str = "",
     ) -> None:
         if channels < 1:
             raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
@@ -113,32 +105,38 @@ class HubClient:
             )
         self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
         self.life = life or secrets.token_hex(8)
-        self.max_blob, self._bundle, self._beat, self._timeout = max_blob, bundle, beat, timeout
+        self.max_blob, self._bundle, self._beat, self._timeout = MAX_BLOB, bundle, beat, timeout
         hub_addresses(hub)
         self._hubs, self._turn = [one.strip() for one in hub.split(",")], 0
         self._channels = [self._channel() for _ in range(channels + 1)]
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hub-client")
         self.away: str | None = None  # why the hub counts as gone
         self._listening = False
+        self._listener: threading.Thread | None = None
         self._closed = threading.Event()
 
-    def call(
-        self, name: str, about: Header | None = None, body: bytes = b"", timeout: float | None = None
-    ) -> tuple[Header, bytes]:
+    def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
         message = pack(self._header(about) | {"call": name}, body)
-        return self._from_any(lambda: unpack(self._asked(message, None, timeout)))
+        return self._from_any(lambda: unpack(self._asked(message)))
 
-    def send(
-        self, blob: Bytes, about: Header | None = None, key: str | None = None, timeout: float | None = None
-    ) -> Header:
+    def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
         """Leaves a blob at the hub, and says what it is; returns the hub's answer."""
         view = memoryview(blob).cast("B")
         header = self._header(about) | {"key": key or key_of(view), "size": len(view)}
-        return self._from_any(lambda: self._sent(header, view, timeout))
+        return self._from_any(lambda: self._sent(header, view))
 
-    def get(self, key: str, size: int | None = None, timeout: float | None = None) -> bytearray:
-        checked_key(key)
-        return self._from_any(lambda: self._fetched(key, size, timeout))
+    def get(self, key: str, size: int | None = None) -> bytearray:
+        message = pack(self._header() | {"key": checked_key(key), "start": 0, "end": 0})
+
+        def ask() -> int:
+            self.require()
+            try:
+                return self._size_of(self._method("unary_stream", "get")(message, timeout=self._timeout))
+            except Exception as error:
+                raise self._error(error) from error
+
+        size = self._from_any(ask) if size is None else checked_size(size, self.max_blob, "blob")
+        return self._from_any(lambda: self._fetched(key, size))
 
     def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
         """Yields what the hub tells, of its own accord and for as long as the client is not closed."""
@@ -211,7 +209,30 @@ class HubClient:
                 break
         return burst(at_once, size, most, time.perf_counter() + seconds)
 
+    # What a connection needs of its transport
+
+    sends_bytes_per_s = 0.0  # a connection measures it
     now = staticmethod(time.monotonic)
+
+    def listen(self, connection: Any) -> None:
+        """Tells a connection, in a thread, what the hub says and that it cannot be; says its words to the hub."""
+
+        def listens() -> None:
+            try:
+                for event in self.events(lambda: connection.words[0], lambda: connection.words[1]):
+                    connection.hear(event)
+            except Exception as error:
+                connection.fail(Refused(str(error)) if isinstance(error, HubError | ValueError) else error)
+
+        self._listener = threading.Thread(target=listens, name="hub-listener", daemon=True)
+        self._listener.start()
+
+    def turn(self) -> None:
+        """Does nothing: the hub has a clock, and hears of this site from the thread that listens."""
+
+    def wait(self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float) -> bool:
+        with changed:
+            return changed.wait_for(is_over, timeout)
 
     def pool(self, threads: int, name: str) -> Executor:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
@@ -221,56 +242,51 @@ class HubClient:
         over.wait(_AGAIN)
         return not self._closed.is_set()
 
-    def close(self) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         self._closed.set()
         for channel in self._channels:
             channel.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._listener:
+            self._listener.join(timeout)
 
     # Blobs
 
-    def _sent(self, header: Header, blob: memoryview, timeout: float | None) -> Header:
-        attempts = _Attempts(self, timeout or PATIENCE + len(blob) / LEAST_RATE)
-        missing: _Parts = [[0, len(blob)]]
-        answers, progress = list[Header](), [0]
+    def _sent(self, header: Header, blob: memoryview) -> Header:
+        answers: list[Header] = []
 
-        def send(calls: list[Any], channel: Any, part: list[int]) -> None:
+        def send(calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]) -> None:
             messages = self._messages(header, blob[: part[1]], part[0], progress)
-            call = self._method("stream_unary", "put", channel).future(messages, attempts.left())
-            calls.append(call)
+            calls.append(call := self._method("stream_unary", "put", channel).future(messages, left))
             answers.append(unpack(call.result())[0])
             progress[0] += 1
 
-        while True:
-            parts = self._parts(missing) or [[0, 0]]
-            answers.clear()
-            errors = self._over_all(send, parts, progress)
-            for answer in answers:
-                if answer.get("stored") is True:
-                    return dict(answer.get("answer", {}))
-            attempts.after(errors, moved=progress[0] > len(parts))
+        def rest(parts: _Parts) -> _Parts | None:
+            if any(answer.get("stored") is True for answer in answers):
+                return None
             # Without a part, the call asks what has arrived; with others on their way, its answer is of no use.
-            missing = [] if missing or not answers else _checked_parts(answers[-1].get("missing"), len(blob))
+            missing = answers[-1].get("missing") if answers and parts == [[0, 0]] else []
+            answers.clear()
+            return _checked_parts(missing, len(blob))
+
+        self._move([[0, len(blob)]], len(blob), send, rest)
+        return dict(next(answer for answer in answers if answer.get("stored") is True).get("answer", {}))
 
     def _messages(self, header: Header, blob: memoryview, start: int, progress: list[int]) -> Iterator[bytes]:
         yield pack(header | {"start": start})
         for at in range(start, len(blob), CHUNK):
-            progress[0] += 1
+            # gRPC takes the first one wherever nothing gets through.
+            progress[0] += at > start
             yield bytes(blob[at : at + CHUNK])
 
-    def _fetched(self, key: str, size: int | None, timeout: float | None) -> bytearray:
-        attempts = _Attempts(self, timeout or PATIENCE + (self.max_blob if size is None else size) / LEAST_RATE)
-        header, progress = self._header() | {"key": key}, [0]
-        sizes = [] if size is None else [checked_size(size, self.max_blob, "blob")]
-        blob, missing = bytearray(size or 0), [[0, size or 0]]
+    def _fetched(self, key: str, size: int) -> bytearray:
+        header, blob = self._header() | {"key": key}, bytearray(size)
 
-        def fetch(calls: list[Any], channel: Any, part: list[int]) -> None:
+        def fetch(calls: list[Any], channel: Any, part: list[int], left: float, progress: list[int]) -> None:
             message = pack(header | {"start": part[0], "end": part[1]})
-            call = self._method("unary_stream", "get", channel)(message, timeout=attempts.left())
-            calls.append(call)
-            sizes.append(self._size_of(call))
-            if sizes[-1] != sizes[0]:
-                raise Malformed(f"blob {key} has {sizes[0]:,} bytes, and the hub says {sizes[-1]:,}.")
+            calls.append(call := self._method("unary_stream", "get", channel)(message, timeout=left))
+            if (said := self._size_of(call)) != size:
+                raise Malformed(f"blob {key} has {size:,} bytes, and the hub says {said:,}.")
             for piece in call:
                 if part[0] + len(piece) > part[1]:
                     raise Malformed("the hub sends more than it was asked for.")
@@ -280,35 +296,44 @@ class HubClient:
             if part[0] < part[1]:
                 raise HubUnreachable(f"hub {self._hub} ended a blob too early.")
 
-        while True:
-            parts = self._parts(missing) or [[0, 0]]
-            errors = self._over_all(fetch, parts, progress)
-            if errors:
-                attempts.after(errors, moved=bool(progress[0]))
-                missing = [part for part in parts if part[0] < part[1]]
-            elif len(blob) < sizes[0]:
-                # Now its size is known.
-                blob, missing = bytearray(sizes[0]), [[0, sizes[0]]]
-            elif key_of(blob) != key:
-                raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
-            else:
-                return blob
+        self._move([[0, size]], size, fetch, lambda parts: [part for part in parts if part[0] < part[1]] or None)
+        if key_of(blob) != key:
+            raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
+        return blob
 
     def _size_of(self, call: Any) -> int:
         return checked_size(unpack(next(iter(call), b""))[0].get("size"), self.max_blob, "blob")
 
-    def _parts(self, missing: _Parts) -> _Parts:
-        each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
-        return [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)]
-
-    def _over_all(
-        self, move: Callable[[list[Any], Any, list[int]], None], parts: _Parts, progress: list[int]
-    ) -> list[Failure]:
-        """Moves parts at the same time, over a connection each; returns what became of those that failed."""
-        progress[0] = 0
-        with self._calls() as calls:
-            ways = zip(itertools.cycle(self._channels[1:]), parts)
-            return self._at_once([partial(move, calls, *way) for way in ways], lambda: progress[0])
+    def _move(
+        self, missing: _Parts | None, size: int, move: Callable[..., None], rest: Callable[[_Parts], _Parts | None]
+    ) -> None:
+        """Moves the parts of a blob over all connections, and again what is missing, if errors are of the network."""
+        deadline, ever, stuck = time.monotonic() + PATIENCE + size / LEAST_RATE, False, 0
+        while missing is not None:
+            self.require()
+            if (left := deadline - time.monotonic()) <= 0:
+                raise HubUnreachable("the blob did not get through to or from the hub in time.")
+            each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
+            parts = [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)] or [[0, 0]]
+            calls, progress, ways = list[Any](), [0], itertools.cycle(self._channels[1:])
+            tasks = [partial(move, calls, next(ways), part, left, progress) for part in parts]
+            try:
+                errors = self._at_once(tasks, lambda progress=progress: progress[0])  # type: ignore[misc]
+            finally:
+                for call in calls:
+                    call.cancel()
+            missing = rest(parts)
+            if missing is None:
+                return
+            for error in errors:
+                if not isinstance(error, HubUnreachable):
+                    raise error
+            # Where a connection was there and broke, the next is there in some seconds, or the hub is gone.
+            ever, stuck = ever or progress[0] > 0, 0 if progress[0] else stuck + 1
+            if errors and (not ever or stuck > _STUCK):
+                raise errors[0]
+            if errors or stuck:
+                self._closed.wait(_PAUSE * 2**stuck)
 
     def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
         """Runs tasks, each of which waits for calls, at the same time; returns what became of those that failed."""
@@ -344,29 +369,15 @@ class HubClient:
                 self._look_elsewhere()
         return ask()
 
-    def _asked(self, message: bytes, channel: Any = None, timeout: float | None = None) -> bytes:
-        with self._calls() as calls:
-            try:
-                calls.append(self._method("unary_unary", "call", channel).future(message, timeout or self._timeout))
-                return bytes(calls[0].result())
-            except Exception as error:
-                raise self._error(error) from error
+    def _asked(self, message: bytes, channel: Any = None) -> bytes:
+        self.require()
+        try:
+            return bytes(self._method("unary_unary", "call", channel).future(message, self._timeout).result())
+        except Exception as error:
+            raise self._error(error) from error
 
     def _method(self, kind: str, name: str, channel: Any = None) -> Any:
         return getattr(channel or self._channels[0], kind)(f"/{SERVICE}/{name}")
-
-    @contextmanager
-    def _calls(self) -> Iterator[list[Any]]:
-        """Yields a list for calls, of which those that are still running at the end are cancelled."""
-        calls: list[Any] = []
-        self.require()
-        try:
-            yield calls
-        except ValueError as error:
-            raise self._error(error) from error
-        finally:
-            for call in calls:
-                call.cancel()
 
     def require(self) -> None:
         if self._closed.is_set():
@@ -409,15 +420,21 @@ class HubClient:
         raise error
 
     def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
-        ear = _Ear(min(self._timeout, patience))
-        over = threading.Event()
+        over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
+        # Since when the hub is listened to in vain: not while what it said is being worked on.
+        since: float | None = None
+
+        def silent() -> bool:
+            return since is not None and time.monotonic() - since > patience
 
         def said() -> Iterator[bytes]:
+            nonlocal since
             yield pack(self._header(hello))
             # gRPC takes the next message when this one has left. How long a connection takes to be made, it knows.
-            ear.begin()
+            with lock:
+                since = since and time.monotonic()
             while not over.wait(self._beat):
-                if ear.silent():
+                if silent():
                     call.cancel()
                     return
                 yield pack({"about": beat()})
@@ -425,24 +442,46 @@ class HubClient:
         call = self._method("stream_stream", "watch")(said())
         try:
             while True:
-                with ear:
-                    message = next(call, None)
+                since = time.monotonic()
+                message = next(call, None)
+                with lock:
+                    since = None
                 if message is None:
                     return
-                self.away = None
-                ear.patience = _SILENT_BEATS * self._beat
+                self.away, patience = None, _SILENT_BEATS * self._beat
                 header, body = unpack(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
-            if ear.silent():
-                raise HubUnreachable(f"hub {self._hub} has been silent for {ear.patience:g} s.") from error
+            if silent():
+                raise HubUnreachable(f"hub {self._hub} has been silent for {patience:g} s.") from error
             raise self._error(error) from error
         finally:
             over.set()
             call.cancel()
 
 
-class Inline(Executor):
+class _Way:
+    """One direction of a link, on which what is sent arrives in order; without a link it is there at once."""
+
+    def __init__(self, link: Any, delay: float = 0.0) -> None:
+        self._link, self._delay, self._free_at = link, delay, 0.0
+
+    def carry(self, nbytes: int, do: Callable[[], Any]) -> Any:
+        """Does what comes of the arrival; returns that, if it is there at once."""
+        if self._link is None:
+            return do()
+
+        def arrives() -> None:
+            # It is sent again when the site is back.
+            with suppress(HubError, Refused):
+                do()
+
+        time = self._link.time
+        self._free_at = max(self._free_at, time.now) + nbytes * self._link.seconds_per_byte
+        return time.at(self._free_at + self._link.latency + self._delay, arrives)
+
+
+class _Inline(Executor):
     @override
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         future: Future[Any] = Future()
@@ -454,111 +493,136 @@ class Inline(Executor):
 
 
 class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and nothing is late."""
+    """A site's way to a hub in this process: nothing is lost, and but for what a link carries nothing is late."""
 
-    def __init__(self, hub: Any, site: str) -> None:
-        self.hub, self.identity, self.life = hub, Identity(hub.run, "site", site), secrets.token_hex(8)
-        self.peer = Peer("site", site, self.life, "memory")
+    def __init__(self, hub: Any, site: str, link: Any = None, life: str = "") -> None:
+        self.identity, self.life = Identity(hub.run, "site", site), life or secrets.token_hex(8)
+        self.now = hub.clock
+        self.sends_bytes_per_s = 1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
+        self._hub, self._link, self._peer = hub, link, Peer("site", site, self.life)
+        self._up, self._down = _Way(link, link.delay if link else 0.0), _Way(link)
+        self._connection: Any = None
+        self._is_over = False
 
     def call(self, name: str, about: Header | None = None, body: bytes = b"") -> tuple[Header, bytes]:
-        connection = self.hub.connections.get(self.identity.name)
-        if connection is None or connection.life != self.life:
-            raise HubUnreachable("the connection is lost")
-        answer = self.hub.calls.call(self.peer, name, about or {}, body)
-        self.hub.coordinator.tick()
-        return answer
+        def arrives() -> tuple[Header, bytes]:
+            if not self.is_connected:
+                raise HubUnreachable("the connection is lost")
+            answer = self._hub.coordinator.call(self._peer, name, about or {}, body)
+            self._hub.coordinator.tick()
+            return answer
+
+        if name in ("hello", "ping"):
+            if name == "hello":
+                self._connect()
+            return {}, b""
+        # What names payloads and states comes after them.
+        return (self._up.carry(0, arrives) or ({}, b"")) if name in ("contribute", "give") else arrives()
 
     def send(self, blob: Bytes, about: Header | None = None, key: str | None = None) -> Header:
-        self.hub.store.put(blob)
-        return self.hub.calls.stored(self.peer, about or {}, key or key_of(blob), memoryview(blob).nbytes)
+        about, size = about or {}, memoryview(blob).nbytes
+
+        def arrives() -> Header:
+            self._hub.store.put(blob)
+            return self._hub.coordinator.stored(self._peer, about, key or key_of(blob), size)
+
+        return arrives() if about.get("kind") == "charter" else self._up.carry(size, arrives) or {}
 
     def get(self, key: str, size: int | None = None) -> Bytes:
-        return self.hub.store.get(key)
-
-    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
-        """Returns the first events alone: those that come later are pushed."""
-        return iter(self.hub.calls.hello(self.peer, hello()))
-
-    def now(self) -> float:
-        return self.hub.clock()
+        return self._hub.store.get(key)
 
     def pool(self, threads: int, name: str) -> Executor:
-        return Inline()
+        return _Inline()
 
     def pause(self, over: threading.Event) -> bool:
         """Waits for nothing: what did not go now goes with the next hello."""
         return False
 
-    def close(self) -> None:
-        pass
+    def listen(self, connection: Any) -> None:
+        self._connection = connection
+        self._connect()
+        if self._link:
+            self._live(self._link, connection.lease / 4)
+
+    def _connect(self) -> None:
+        site = self.identity.name
+        before, self._hub.clients[site] = self._hub.clients.get(site), self
+        try:
+            for event in self._hub.coordinator.hello(self._peer, self._connection.words[0]):
+                self.hear(event)
+        except (Refused, Busy) as error:
+            if before is not None:
+                self._hub.clients[site] = before
+            self._ends(Refused(str(error)))
+        self.turn()
+
+    def _live(self, link: Any, every: float) -> None:
+        """Gives a sign of life now and again, as the network's threads of a site do while training is busy."""
+        if self._is_over:
+            return
+        if self.is_connected and not link.is_away(self.now()):
+            # Who is refused hears it at its next step.
+            with suppress(HubError, Refused):
+                self._hub.coordinator.beat(self._peer, self._connection.words[1])
+        self._hub.coordinator.tick()
+        link.time.at(self.now() + every, partial(self._live, link, every))
+
+    def hear(self, event: Event) -> None:
+        said = said_in(event)
+        counted = said.record.counted if isinstance(said, Recorded) else ()
+        payloads = [payload for own in counted if own.site != self.identity.name for payload in own.payloads]
+        parts = said.parts if isinstance(said, StateOffered) else ()
+        self._down.carry(sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event))
+
+    def turn(self) -> None:
+        """Gives a sign of life, and lets the hub do what is due."""
+        if not self.is_connected:
+            return
+        try:
+            self._hub.coordinator.beat(self._peer, self._connection.words[1])
+        except HubError:
+            self._connect()
+        except Refused as error:
+            self._ends(error)
+        self._hub.coordinator.tick()
+
+    def wait(self, changed: threading.Condition, is_over: Callable[[], bool], timeout: float) -> bool:
+        self._hub.coordinator.tick()
+        if not is_over() and self._link:
+            self._link.time.passes(self._link.site, max(timeout, self._link.moment))
+        elif not is_over():
+            self._hub.sleep(timeout)
+            self._hub.coordinator.tick()
+        return is_over()
+
+    # The end of a connection
+
+    @property
+    def is_connected(self) -> bool:
+        return self._hub.clients.get(self.identity.name) is self
+
+    def leave(self) -> None:
+        if self.is_connected:
+            del self._hub.clients[self.identity.name]
+            self._hub.coordinator.gone(self._peer)
+
+    def _ends(self, error: Refused) -> None:
+        if self.is_connected:
+            del self._hub.clients[self.identity.name]
+        self._connection.fail(error)
+
+    def close(self, timeout: float = 0.0) -> None:
+        self.leave()
+        self._is_over = True
 
 
 Transport = HubClient | InProcessClient
-"""A site's way to its hub."""
-
-
-class _Attempts:
-    """How often a blob is tried again: until the deadline, and only while errors are of the network."""
-
-    def __init__(self, client: HubClient, seconds: float) -> None:
-        self._client, self._deadline = client, time.monotonic() + seconds
-        self._ever, self._stuck = False, 0
-
-    def left(self) -> float:
-        self._client.require()
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise HubUnreachable("the blob did not get through to or from the hub in time.")
-        return left
-
-    def after(self, errors: list[Failure], moved: bool) -> None:
-        """Raises what ends the attempts, and waits a little otherwise."""
-        for error in errors:
-            if not isinstance(error, HubUnreachable):
-                raise error
-        # Where a connection was there and broke, the next is there in some seconds, or the hub is gone.
-        self._ever, self._stuck = self._ever or moved, 0 if moved else self._stuck + 1
-        if errors and (not self._ever or self._stuck > _STUCK):
-            raise errors[0]
-        if errors or self._stuck:
-            self._client._closed.wait(_PAUSE * 2**self._stuck)
 
 
 def _checked_parts(parts: Any, size: int) -> _Parts:
-    if not isinstance(parts, list):
-        raise Malformed("what is missing of a blob is a list of pairs.")
-    end = 0
-    for part in parts:
-        if not isinstance(part, list) or len(part) != 2 or not all(type(number) is int for number in part):
-            raise Malformed("what is missing of a blob is said in pairs of numbers.")
-        if not end <= part[0] < part[1] <= size:
-            raise Malformed(f"bytes {part[0]:,} to {part[1]:,} are none of a blob of {size:,}, or not in order.")
-        end = part[1]
-    return parts
-
-
-class _Ear:
-    """Knows for how long the hub has been listened to in vain: not while what it said is being worked on."""
-
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
-        self._lock = threading.Lock()
-        self._since: float | None = None
-
-    def __enter__(self) -> None:
-        self._since = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        # What ended in an error may have been cancelled for the silence.
-        if error[0] is None:
-            with self._lock:
-                self._since = None
-
-    def begin(self) -> None:
-        """Begins to count: the hub can have heard what was said."""
-        with self._lock:
-            self._since = self._since and time.monotonic()
-
-    def silent(self) -> bool:
-        since = self._since
-        return since is not None and time.monotonic() - since > self.patience
+    found = read(tuple[tuple[int, int], ...], parts, "missing")
+    ends = [0, *(end for _, end in found)]
+    for before, (start, end) in zip(ends, found, strict=False):
+        if not before <= start < end <= size:
+            raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {size:,}, or not in order.")
+    return [list(part) for part in found]

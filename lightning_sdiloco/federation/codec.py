@@ -20,8 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, 
 
 from lightning_sdiloco.errors import Malformed
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""What sites and runs may be called: letters, digits, dots, dashes; it stands in certificates and paths."""
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of sites and runs: it stands in certificates and paths
 CLASS_PATH = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*\.)+[A-Za-z_][A-Za-z0-9_]*")
 LIFE = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -43,10 +42,8 @@ Said = TypeVar("Said", bound="Message")
 class Message:
     """Writes and reads itself: the base of all dataclasses that have a text of their own."""
 
-    most_bytes: ClassVar[int] = 128 << 10
-    """How long the text may be: a message names payloads, it does not hold them."""
-    sealed: ClassVar[bool] = False
-    """Whether the text holds its own key, so that no bit of it changes unseen."""
+    most_bytes: ClassVar[int] = 128 << 10  # of its text: a message names payloads, it does not hold them
+    sealed: ClassVar[bool] = False  # whether the text holds its own key, so that no bit of it changes unseen
 
     def to_bytes(self) -> bytes:
         said = plain(self)
@@ -130,16 +127,7 @@ def _no_number(constant: str) -> Any:
 
 
 def read(hint: Any, value: Any, name: str) -> Any:
-    """Returns what a value of JSON says, given the type that it must have; see [Note: read strictly].
-
-    Examples:
-        >>> read(tuple[Positive, ...], [3, 4], "rounds")
-        (3, 4)
-        >>> read(tuple[Positive, ...], [3, 0], "rounds")
-        Traceback (most recent call last):
-        ...
-        lightning_sdiloco.errors.Malformed: rounds[1] is no whole number from 1 to 9223372036854775807
-    """
+    """Returns what a value of JSON says, given the type that it must have; see [Note: read strictly]."""
     limit: Any = None
     if get_origin(hint) is Annotated:
         hint, limit = get_args(hint)
@@ -184,17 +172,13 @@ def read(hint: Any, value: Any, name: str) -> Any:
             raise Malformed(f"{name} is none of {', '.join(arguments)}")
         return value
     if kind is Mapping:
-        return _read_mapping(arguments, value, name)
+        if not isinstance(value, dict):
+            raise Malformed(f"{name} is no object")
+        key, own = arguments
+        return {read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value}
     if issubclass(kind, tuple):
         return _read_tuple(kind, arguments, limit, value, name)
     return _read_dataclass(kind, value, name)
-
-
-def _read_mapping(arguments: Any, value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Malformed(f"{name} is no object")
-    key, own = arguments
-    return {read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value}
 
 
 def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any, name: str) -> Any:

@@ -13,18 +13,17 @@ from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
-from lightning_sdiloco.federation.arithmetic import SiteArithmetic, self_test
+from lightning_sdiloco.federation.arithmetic import self_test
 from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
 from lightning_sdiloco.federation.quorum import Quorum, chosen
-from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
+from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
 
-_CHANNELS = 8
-"""Connections of a site over which payloads travel; its ranks share them."""
+_CHANNELS = 8  # connections of a site over which payloads travel; its ranks share them
 
 
 @dataclass(frozen=True)
@@ -116,23 +115,11 @@ class Federation:
         """The quorum for the charter."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
-    def connect(self, ranks: int = 1) -> HubConnection:
-        """Connects the first rank of a site of so many ranks to the hub."""
-        return HubConnection(self._client(ranks), payloads_of(0, ranks))
-
-    def connect_shards(self, rank: int, ranks: int, life: str) -> HubShards:
-        """Connects another rank of the site, whose life the first rank knows, to the hub."""
-        shards = HubShards(self._client(ranks, life), payloads_of(rank, ranks), self.patience)
-        try:
-            shards.reach()
-        except Exception:
-            shards.close()
-            raise
-        return shards
-
-    def _client(self, ranks: int, life: str | None = None) -> HubClient:
+    def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> HubConnection:
+        """Connects a rank of the site, of so many, to the hub; the first one begins the life that the others have."""
         channels = max(1, _CHANNELS // ranks)
-        return HubClient(self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, life=life)
+        client = HubClient(self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, life=life)
+        return HubConnection(client, rank, ranks, self.patience)
 
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have."""
@@ -165,19 +152,19 @@ class Federation:
                 " it out, and start the others as sites of their own."
             )
         ours = charter_of(self, rounds)
-        connection = SharedConnection(topology, self.connect, self.connect_shards)
+        connection = SharedConnection(topology, self.connect)
         try:
             charter = connection.agree(ours)
             if self.grace == "auto":
                 ours = replace(ours, terms=replace(ours.terms, grace=charter.terms.grace))
             ours.require_same(charter)
         except Exception:
-            connection.close()
+            connection.own.leave()
+            connection.own.close()
             raise
-        site, life, late = connection.site, connection.life, MergeAction(self.late)
+        site, life, late = self.site, connection.own.life, MergeAction(self.late)
         follower = Follower(charter.terms, charter.key, site, life, self.patience, late=late)
-        arithmetic = SiteArithmetic(rounds.fragments, topology, rounds.settings, rounds.schedule)
-        return FederatedWorld(rounds, topology, connection, follower, arithmetic, self.grace != "auto")
+        return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
 
 
 def charter_of(federation: Federation, rounds: Rounds) -> Charter:

@@ -1,5 +1,10 @@
 """The coordinator: a run at its hub. It asks the rules, makes durable what they say, and then tells the sites.
 
+What arrives comes with a `Peer`, whose right to call has been looked at before.
+
+[Note: what lies where] Records and notes lie in a journal, which takes several of them at once or none. Payloads and
+states are blobs in a store. A blob is durable before a record or a note names it, and is dropped when none does.
+
 [Note: one at a time] All that happens to a run happens under one lock, the times in between belong to transfers of
 blobs. See [Note: durable before visible] in `federation/ledger.py` for the order, which every method here keeps.
 """
@@ -10,18 +15,20 @@ import logging
 import secrets
 import threading
 import time
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.charter import RETENTION, Charter
-from lightning_sdiloco.federation.codec import read
-from lightning_sdiloco.federation.journal import History
+from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.messages import (
+    MOST_BYTES,
+    Anchor,
     Beat,
     Call,
     Called,
@@ -35,38 +42,25 @@ from lightning_sdiloco.federation.messages import (
     StateHeader,
     StateOffered,
     StateWanted,
-    Tell,
     Waiting,
     Welcomed,
     event_of,
 )
-from lightning_sdiloco.federation.store import BlobStore, InMemoryStore
+from lightning_sdiloco.federation.quorum import built_in, quorum_of
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
-
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _TIDY_EVERY = 60.0
-_RECENT = 8  # rounds over which shares are told
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
-MAX_CHARTER = 64 << 20
-"""Bytes of the largest charter."""
+_PATIENCE = 60.0  # seconds after which somebody else is asked for a state that the first one has not begun to send
+_SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
+_ANCHOR = "the anchor"  # the source of a state that the hub itself has kept
 
 Status = dict[str, Any]
-
-
-ANCHOR = "the anchor"
-"""The source of a state that the hub itself has kept."""
-
-PATIENCE = 60.0
-"""Seconds after which somebody else is asked for a state, if the first one has not begun to send it."""
-
-SENDING = 3600.0
-"""Seconds that it may take to send a state."""
-
-_HANDED = 3600.0  # for how long a state that was handed on can be fetched
 
 
 @dataclass
@@ -93,39 +87,104 @@ class SiteStatistics:
     began: dict[str, float] = field(default_factory=dict)
 
 
-# The run
-
-
 class Coordinator:
     """Serves one run. All methods may be called from several threads."""
 
     def __init__(
-        self, run: str, history: History, sites: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        run: str,
+        journal: SQLiteLedger,
+        store: BlobStore | InMemoryStore,
+        sites: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        find_quorum: Callable[[str], type[Any]] = built_in,
     ) -> None:
-        if history.charter is None and sites is None:
+        text = journal.notes("charter").get("charter")
+        self.charter = Charter.from_bytes(text) if text else None
+        if self.charter is None and sites is None:
             raise ValueError(
                 f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give the ledger of it."
             )
-        if history.charter is not None and history.charter.run != run:
-            raise ValueError(f"run={run!r} is not in this ledger, but {history.charter.run!r}. Give one that fits.")
-        self.run = run
-        self.history = history
+        if self.charter is not None and self.charter.run != run:
+            raise ValueError(f"run={run!r} is not in this ledger, but {self.charter.run!r}. Give one that fits.")
+        self.run, self.journal, self.store = run, journal, store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
-        self._recent: dict[int, deque[Record]] = {}
         self.trouble: str | None = None
-        self._clock = clock
+        self._clock, self._find_quorum = clock, find_quorum
         self._lock = threading.RLock()
-        self._tell: Tell = lambda event, to=None: None
+        self._tell: Callable[..., None] = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
-        self._founding = Founding(sites or 1, history.quorums)
-        self._ledger = None if history.charter is None else history.ledger(clock())
+        self._founding = Founding(sites or 1, find_quorum)
+        self._anchors: dict[str, Anchor] = {}
+        for name, text in journal.notes("anchor/").items():
+            self._anchors[name] = read(Anchor, decoded(text, MOST_BYTES), "anchor")
+        # Of each fragment the numbers of its records, and the keys of the payloads that those name.
+        self._numbers: list[array[int]] = []
+        self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
+        self._ledger = self._opened() if self.charter else None
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
         self._requests: dict[str, StateRequest] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
         self._anchor_at = clock()
 
-    def start(self, tell: Tell, wake: Callable[[], None]) -> None:
+    # What is durable
+
+    def _opened(self) -> Ledger:
+        assert self.charter is not None, "the run has been founded"
+        terms, notes = self.charter.terms, self.journal.notes
+        self._numbers = [array("q") for _ in range(terms.fragments)]
+        self._named = [deque() for _ in range(terms.fragments)]
+        ledger = Ledger(
+            terms,
+            self.charter.key,
+            self._clock(),
+            (self._indexed(Record.from_bytes(text)) for _, text in self.journal.read()),
+            (Contribution.from_bytes(text) for text in notes("open/").values()),
+            [own.header for own in self._anchors.values()],
+            quorum=quorum_of(terms.quorum, self._find_quorum),
+            evicted=[(name.split("/")[1], name.split("/")[2]) for name in notes("evicted/")],
+        )
+        if notes("ending"):
+            ledger.end()
+        return ledger
+
+    def _indexed(self, record: Record) -> Record:
+        self._numbers[record.fragment].append(record.seq)
+        keys = tuple(payload.key for own in record.counted for payload in own.payloads)
+        self._named[record.fragment].append((record.round, keys))
+        return record
+
+    def holds(self, parts: Sequence[Payload]) -> bool:
+        try:
+            return all(self.store.size(part.key) == part.size for part in parts)
+        except Missing:
+            return False
+
+    def _missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[bytes]:
+        """Yields the records that a site lacks, one by one, as fast as it takes them."""
+        first = [max(at.round, 0 if at.round else kept[p] - 1) for p, at in enumerate(applied)]
+        # The number of the first record of each fragment that is lacking.
+        numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}
+        for seq, text in self.journal.read(min(numbers.values()) - 1) if numbers else ():
+            if seq >= numbers.get(Record.from_bytes(text).fragment, seq + 1):
+                yield text
+
+    def _tidy(self, kept: Sequence[int]) -> None:
+        """Drops the blobs that nothing names: no record since, open contribution, anchor, or state on its way."""
+        self._handed = [own for own in self._handed if own[0] > self._clock()]
+        given = [request.given[1] for request in self._requests.values() if request.given]
+        states = [*given, *(parts for _, parts in self._handed), *(own.parts for own in self._anchors.values())]
+        needed = {part.key for parts in states for part in parts}
+        for named, first in zip(self._named, kept, strict=True):
+            while named and named[0][0] < first:
+                named.popleft()
+            needed.update(key for _, keys in named for key in keys)
+        for text in self.journal.notes("open/").values():
+            needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
+        self.store.retain(needed)
+
+    def start(self, tell: Callable[..., None], wake: Callable[[], None] = lambda: None) -> None:
         self._tell, self._wake = tell, wake
 
     @property
@@ -137,26 +196,39 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, charter: Charter) -> Charter:
-        """Hears which charter a site brings; returns that of the run, as `Connection.agree` does."""
+        """Hears which charter a site brings; returns that of the run."""
         with self._lock:
-            return self.history.charter or self._founding.propose(site, charter)
+            return self.charter or self._founding.propose(site, charter)
 
-    def hello(self, hello: Hello, brought: Callable[[], Charter]) -> Iterator[Event]:
+    def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
+        if peer.role != "site":
+            return ()
+        hello = read(Hello, about.get("hello"), "hello")
+        _require_own(peer, hello.site, hello.life)
         if hello.run != self.run:
             raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
         with self._lock:
-            if self.history.charter is None:
+            charter = self.charter
+            if charter is None:
                 if any(at.round for at in hello.applied):
                     raise Refused(
                         f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the"
                         " ledger of that run"
                     )
-                self._founding.hello(hello, brought())
+                self._founding.hello(hello, self._brought(hello.charter))
                 log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
-                return iter([event_of(Waiting(self._ask_founder()))])
-            if hello.charter != self.history.charter.key:
-                brought().require_same(self.history.charter)
+                return [event_of(Waiting(self._ask_founder()))]
+            if hello.charter != charter.key:
+                self._brought(hello.charter).require_same(charter)
             return self._welcome(hello)
+
+    def _brought(self, key: str) -> Charter:
+        try:
+            if self.store.size(key) > Charter.most_bytes:
+                raise Malformed("a charter is not as large as that.")
+            return Charter.from_bytes(self.store.get(key))
+        except Missing:
+            raise Refused("a site brings its charter before it says hello.") from None
 
     def _ask_founder(self) -> str:
         """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
@@ -180,13 +252,15 @@ class Coordinator:
         counted.heard_at, counted.lives = now, counted.lives + (hello.life != counted.life)
         counted.life = hello.life
         log.info("%s has joined", hello.site)
-        # Records are read one by one, as fast as the site takes them.
-        missing = self.history.missing(hello.applied, welcome.kept)
-        records = (Event("record", {}, text) for _, text in missing)
+        records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
         return itertools.chain([event_of(Welcomed(welcome, ledger.anchors.best))], records, calls)
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, peer: Peer, about: Header) -> None:
+        if peer.role != "site":
+            return
+        beat = read(Beat, about.get("beat"), "beat")
+        _require_own(peer, beat.site, beat.life)
         with self._lock:
             if self._ledger is None:
                 return
@@ -202,12 +276,15 @@ class Coordinator:
         if beat.follows and not followed:
             self._wake()
 
-    def gone(self, site: str, life: str) -> None:
+    def gone(self, peer: Peer) -> None:
+        if peer.role != "site":
+            return
+        site = peer.name
         with self._lock:
             if self._ledger is None:
                 self._founding.gone(site)
             else:
-                self._ledger.leave(site, life)
+                self._ledger.leave(site, peer.life)
             log.info("%s has gone", site)
             self._arriving = {place: own for place, own in self._arriving.items() if place[1] != site}
             self._ask_others(gone=site)
@@ -215,87 +292,133 @@ class Coordinator:
 
     # What they send
 
+    def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
+        """Takes charters of some size, and of a site that is there payloads and states."""
+        kind = about.get("kind")
+        if kind == "charter":
+            if size > Charter.most_bytes:
+                raise Refused(f"a charter of {size:,} bytes is too large: at most {Charter.most_bytes:,} are taken.")
+            return
+        if kind not in ("payload", "state"):
+            raise Malformed("a blob is a charter, a payload or a part of a state.")
+        with self._lock:
+            self._require_here(peer)
+            began = self.statistics[peer.name].began
+            if len(began) < _MOST_BEGUN:
+                began.setdefault(key, self._clock())
+            for request in self._requests.values() if kind == "state" else ():
+                if request.donor == peer.name:
+                    request.until = max(request.until, self._clock() + _SENDING)
+
+    def _require_here(self, peer: Peer) -> None:
+        member = self._ledger.members.get(peer.name) if self._ledger else self._founding.hellos.get(peer.name)
+        if member is None or member.life != peer.life:
+            raise Refused(f"{peer.name} has not said hello")
+
+    def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
+        """Hears that a blob is in the store: a charter is answered, and what waited for others goes on."""
+        if about.get("kind") == "charter":
+            charter = self.agree(peer.name, self._brought(key))
+            try:
+                self.store.size(charter.key)
+            except Missing:
+                self.store.put(charter.to_bytes())
+            return {"charter": charter.key}
+        with self._lock:
+            counted, now = self.statistics[peer.name], self._clock()
+            seconds = now - counted.began.pop(key, now)
+            counted.bytes += size
+            counted.rate = size / seconds if seconds > 0 else counted.rate
+            for own, life in [own for place, own in self._arriving.items() if place[1] == peer.name]:
+                try:
+                    self.contribute(own, life)
+                except Refused as error:
+                    log.info("%s: %s", peer.name, error)
+            self._hand_on()
+        return {}
+
     def contribute(self, own: Contribution, life: str) -> str:
         """Takes a contribution, when its payloads are in the store."""
         with self._lock:
             self._arriving.pop((own.fragment, own.site), None)
-            answer = self.ledger.examine(own, life)
+            answer, is_here = self.ledger.examine(own, life), self.holds(own.payloads)
             if answer is Answer.LATE:
                 self.statistics[own.site].late += 1
-                if self.history.holds(own.payloads):
+                if is_here:
                     self.ledger.contribute(own, life, self._clock())
             if answer is not Answer.OPEN:
                 return answer.value
             if not own.payloads:
                 raise Refused(f"{own.site} contributes nothing to round {own.round} of fragment {own.fragment}")
-            if not self.history.holds(own.payloads):
+            if not is_here:
                 self._arriving[own.fragment, own.site] = own, life
                 return "waiting"
-            self.history.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
+            self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
             self.ledger.contribute(own, life, self._clock())
             self._call(own.fragment, own)
         self._wake()
         return Answer.OPEN.value
 
-    def require_here(self, site: str, life: str) -> None:
-        with self._lock:
-            member = self._ledger.members.get(site) if self._ledger else self._founding.hellos.get(site)
-            if member is None or member.life != life:
-                raise Refused(f"{site} has not said hello")
-
-    def begins(self, site: str, key: str, state: bool) -> None:
-        with self._lock:
-            began = self.statistics[site].began
-            if len(began) < _MOST_BEGUN:
-                began.setdefault(key, self._clock())
-            for request in self._requests.values() if state else ():
-                if request.donor == site:
-                    request.until = max(request.until, self._clock() + SENDING)
-
-    def stored(self, site: str, key: str = "", size: int = 0) -> None:
-        with self._lock:
-            counted, now = self.statistics[site], self._clock()
-            seconds = now - counted.began.pop(key, now)
-            counted.bytes += size
-            counted.rate = size / seconds if seconds > 0 else counted.rate
-            for own, life in [own for place, own in self._arriving.items() if place[1] == site]:
-                try:
-                    self.contribute(own, life)
-                except Refused as error:
-                    log.info("%s: %s", site, error)
-            self._hand_on()
-
-    def skip(self, site: str, life: str, call: Call) -> None:
-        with self._lock:
-            self.ledger.skip(site, life, call, self._clock())
-        self._wake()
+    def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
+        site = peer.name
+        match name:
+            case "hello":
+                for event in self.hello(peer, about):
+                    self._tell(event, [site])
+            case "contribute":
+                own = Contribution.from_bytes(body)
+                _require_own(peer, own.site)
+                return {"answer": self.contribute(own, peer.life)}, b""
+            case "skip":
+                call = Call.from_bytes(body)
+                with self._lock:
+                    self.ledger.skip(site, peer.life, call, self._clock())
+                self._wake()
+            case "state":
+                without = read(tuple[str, ...], about.get("without"), "without")
+                with self._lock:
+                    self._require_here(peer)
+                    self._ask(site, without)
+            case "give":
+                header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
+                self.give(site, str(about.get("request")), header, parts)
+            case "leave":
+                self.gone(peer)
+            case "status":
+                return {}, json.dumps(self.status()).encode()
+            case "evict":
+                self._evict(str(about.get("who")))
+            case "end":
+                self.end()
+            case "rollback":
+                return {"records": self._roll_back(read(int, about.get("round"), "round"))}, b""
+            case _:
+                raise Refused(f"this hub does not answer {name}.")
+        return {}, b""
 
     # States
 
-    def ask(self, site: str, without: Collection[str] = ()) -> None:
+    def _ask(self, site: str, without: Collection[str]) -> None:
         """Gets a state for a site: from a donor, who is told, or from the anchor."""
-        with self._lock:
-            ledger, source = self.ledger, None
-            if any(site in request.askers for request in self._requests.values()):
-                return
-            open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
-            request = next((one for one in open_to_all if one.donor not in {site, *without}), None)
-            if request is None:
-                source = ledger.source(site, self._clock(), without)
-                if isinstance(source, str):
-                    request = self._ask_donor(source)
-            if request:
-                request.askers[site] = frozenset(without)
-            elif isinstance(source, StateHeader) and ANCHOR not in without:
-                parts = next(own.parts for own in self.history.anchors.values() if own.header == source)
-                self._tell(event_of(StateOffered(ANCHOR, source, parts)), [site])
-            else:
-                log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
-                why = "nobody has a state: a site that comes back with one is waited for"
-                self._tell(event_of(Waiting(why)), [site])
+        if any(site in request.askers for request in self._requests.values()):
+            return
+        open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
+        request = next((one for one in open_to_all if one.donor not in {site, *without}), None)
+        source = None if request else self.ledger.source(site, self._clock(), without)
+        if isinstance(source, str):
+            request = self._ask_donor(source)
+        if request:
+            request.askers[site] = frozenset(without)
+        elif isinstance(source, StateHeader) and _ANCHOR not in without:
+            parts = next(own.parts for own in self._anchors.values() if own.header == source)
+            self._tell(event_of(StateOffered(_ANCHOR, source, parts)), [site])
+        else:
+            log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
+            why = "nobody has a state: a site that comes back with one is waited for"
+            self._tell(event_of(Waiting(why)), [site])
 
     def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
-        request = StateRequest(secrets.token_hex(8), donor, self._clock() + PATIENCE, founding=founding)
+        request = StateRequest(secrets.token_hex(8), donor, self._clock() + _PATIENCE, founding=founding)
         self._requests[request.name] = request
         self._tell(event_of(StateWanted(request.name, founding)), [donor])
         return request
@@ -303,7 +426,7 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            request, charter = self._requests.get(name), self.history.charter or self._founding.charter
+            request, charter = self._requests.get(name), self.charter or self._founding.charter
             if request is None or request.donor != site:
                 raise Refused(f"nobody waits for this state of {site} any more")
             fragments = charter.terms.fragments
@@ -317,24 +440,31 @@ class Coordinator:
 
     def _hand_on(self) -> None:
         """Hands states that were given, with all blobs in the store, to those who wanted them."""
-        for request in [one for one in self._requests.values() if one.given and self.history.holds(one.given[1])]:
+        for request in [one for one in self._requests.values() if one.given and self.holds(one.given[1])]:
             assert request.given is not None, "the request is complete"
             header, parts = request.given
             if request.founding:
-                self.history.found(self._founding.charter, header, parts)
-                self._ledger = self.history.ledger(self._clock())
+                self._anchor(header, parts, {"charter": self._founding.charter.to_bytes()})
+                self.charter = self._founding.charter
+                self._ledger = self._opened()
                 log.info("run %s has been founded", self.run)
                 for hello in self._founding.hellos.values():
                     for event in self._welcome(hello):
                         self._tell(event, [hello.site])
             if request.for_anchor:
-                self.history.anchor(header, parts)
+                self._anchor(header, parts, {})
                 self.ledger.anchors.add(header)
                 log.info("%s has left a state as an anchor", request.donor)
             del self._requests[request.name]
             if request.askers:
-                self._handed.append((self._clock() + _HANDED, parts))
+                self._handed.append((self._clock() + _SENDING, parts))
                 self._tell(event_of(StateOffered(request.donor, header, parts)), list(request.askers))
+
+    def _anchor(self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]) -> None:
+        number = 1 + max((int(name.partition("/")[2]) for name in self._anchors), default=-1)
+        name, anchor = f"anchor/{number:06d}", Anchor(header, parts)
+        self.journal.note({**notes, name: encoded(plain(anchor))})
+        self._anchors[name] = anchor
 
     def _ask_others(self, gone: str | None = None) -> None:
         """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
@@ -345,19 +475,21 @@ class Coordinator:
             founds = founds or request.founding
             for site, without in request.askers.items():
                 if site != gone and ledger:
-                    self.ask(site, without | {request.donor})
+                    self._ask(site, without | {request.donor})
         if founds:
             self._ask_founder()
 
     # What an operator asks
 
-    def evict(self, site: str) -> None:
+    def _evict(self, site: str) -> None:
         with self._lock:
             ledger = self.ledger
             member = ledger.members.get(site)
             if member is None and not any(site in opened.here for opened in ledger.open.values()):
                 raise Refused(f"there is no site {site!r} here, only: {', '.join(sorted(ledger.members)) or 'none'}")
-            self.history.evict(site, member.life if member else None)
+            notes: dict[str, bytes | None] = {f"evicted/{site}/{member.life}": b""} if member else {}
+            notes |= dict.fromkeys(name for name in self.journal.notes("open/") if name.endswith(f"/{site}"))
+            self.journal.note(notes)
             ledger.evict(site)
             log.warning("%s was evicted by an operator", site)
         self._wake()
@@ -366,18 +498,35 @@ class Coordinator:
         """Ends the run, and tells all for which rounds to launch; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
-            self.history.journal.note({"ending": b"1"})
+            self.journal.note({"ending": b"1"})
             ledger.end()
             log.warning("an operator ends the run: what is open closes, and then comes the last round")
             self._call()
         self._wake()
 
-    def roll_back(self, round: int) -> int:
-        """Drops all rounds after one, with what was written later. Who has applied more is refused from then on."""
+    def _roll_back(self, round: int) -> int:
+        """Drops the first record of a later round and all that were written after it, in the ledger too."""
         with self._lock:
-            now, _ = self._clock(), self.ledger
-            count = self.history.roll_back(round)
-            self._ledger, self.trouble = self.history.ledger(now), None
+            _, last = self.ledger, sum(map(len, self._numbers))
+            count = min((own[round] for own in self._numbers if len(own) > round), default=last)
+            rounds = [sum(number < count for number in own) for own in self._numbers]
+            kept = {
+                name: own
+                for name, own in self._anchors.items()
+                if all(at.round <= rounds[p] for p, at in enumerate(own.header.applied))
+            }
+            if not kept:
+                oldest = max(
+                    (at.round for own in [*self._anchors.values()][:1] for at in own.header.applied), default=0
+                )
+                raise Refused(
+                    f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give"
+                    " that round, or a later one."
+                )
+            gone = [name for name in self.journal.notes() if name.startswith(("anchor/", "open/")) and name not in kept]
+            self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
+            self._anchors, self.trouble = kept, None
+            self._ledger = self._opened()
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
         self._wake()
         return count
@@ -388,49 +537,47 @@ class Coordinator:
             if self._ledger is None:
                 return status | {"missing": self._founding.missing, "here": sorted(self._founding.hellos)}
             ledger, now, weights = self._ledger, self._clock(), Counter[str]()
-            for own in (own for records in self._recent.values() for record in records for own in record.counted):
+            for own in (own for records in ledger.history for record in records for own in record.counted):
                 weights[own.site] += own.weight
-            fragments = []
+            fragments, sites = list[Status](), dict[str, Status]()
             for fragment, closed in enumerate(ledger.closed):
-                opened, here, missing = ledger.open.get(fragment), list[str](), list[str]()
-                if opened:
-                    here = sorted(opened.here)
-                    missing = [name for name in ledger.present(now) if name not in opened.arrived]
-                about = {"round": closed.round, "open": opened is not None, "here": here, "missing": missing}
-                fragments.append(about | {"ended": ledger.has_ended(fragment)})
+                opened = ledger.open.get(fragment)
+                missing = [name for name in ledger.present(now) if name not in opened.arrived] if opened else []
+                about = {
+                    "round": closed.round,
+                    "open": opened is not None,
+                    "here": sorted(opened.here if opened else ()),
+                }
+                fragments.append(about | {"missing": missing, "ended": ledger.has_ended(fragment)})
+            for name in sorted({*ledger.members, *self.statistics}):
+                member, heard = ledger.members.get(name), name in self.statistics
+                counted = self.statistics.get(name, SiteStatistics())
+                if member is None:
+                    state = "gone"
+                elif member.until <= now:
+                    state = "silent"
+                elif not member.connected:
+                    state = "expected"
+                else:
+                    state = "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
+                sites[name] = {
+                    "state": state,
+                    "life": member.life if member else None,
+                    "last_beat": round(now - counted.heard_at, 3) if heard else None,
+                    "rounds_behind": ledger.behind(name) if member else None,
+                    "share": round(weights[name] / (weights.total() or 1), 4),
+                    "late": counted.late,
+                    "lives": counted.lives,
+                    "bytes": counted.bytes,
+                    "bytes_per_second": round(counted.rate),
+                }
             return status | {
-                "charter": self.history.charter.summary() if self.history.charter else None,
+                "charter": self.charter.summary() if self.charter else None,
                 "records": ledger.seq,
-                "sites": {
-                    name: self._status_of(name, ledger, now, weights[name] / (weights.total() or 1))
-                    for name in sorted({*ledger.members, *self.statistics})
-                },
+                "sites": sites,
                 "fragments": fragments,
                 "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
             }
-
-    def _status_of(self, name: str, ledger: Ledger, now: float, share: float) -> Status:
-        member, own = ledger.members.get(name), self.statistics.get(name)
-        if member is None:
-            state = "gone"
-        elif member.until <= now:
-            state = "silent"
-        elif not member.connected:
-            state = "expected"
-        else:
-            state = "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
-        counted = own or SiteStatistics()
-        return {
-            "state": state,
-            "life": member.life if member else None,
-            "last_beat": round(now - own.heard_at, 3) if own else None,
-            "rounds_behind": ledger.behind(name) if member else None,
-            "share": round(share, 4),
-            "late": counted.late,
-            "lives": counted.lives,
-            "bytes": counted.bytes,
-            "bytes_per_second": round(counted.rate),
-        }
 
     # What the clock does
 
@@ -450,10 +597,7 @@ class Coordinator:
                     self._ask_donor(donor).for_anchor = True
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
-                self._handed = [own for own in self._handed if own[0] > now]
-                given = [request.given[1] for request in self._requests.values() if request.given]
-                fetched = {part.key for parts in (*given, *(own[1] for own in self._handed)) for part in parts}
-                self.history.tidy(ledger.kept, fetched)
+                self._tidy(ledger.kept)
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _go_on(self, now: float) -> str | None:
@@ -461,13 +605,17 @@ class Coordinator:
         try:
             self._hand_on()
             for record in self._ledger.due(now) if self._ledger else ():
-                self.history.append(record)
-                self.ledger.append(record)
-                self._recent.setdefault(record.fragment, deque(maxlen=_RECENT)).append(record)
+                gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
+                self.journal.append(record.seq, record.to_bytes(), gone)
+                self.ledger.append(self._indexed(record))
                 self._tell(Event("record", {}, record.to_bytes()))
                 self._call(record.fragment)
             if self._ledger:
-                self.history.keep_anchors(self._ledger.anchors.headers)
+                headers = self._ledger.anchors.headers
+                kept = {name: own for name, own in self._anchors.items() if own.header in headers}
+                if dropped := self._anchors.keys() - kept:
+                    self.journal.note(dict.fromkeys(dropped))
+                    self._anchors = kept
         except (AgreementError, NoSpace) as error:
             if str(error) != self.trouble:
                 log.error("%s", error)
@@ -480,102 +628,6 @@ class Coordinator:
         for call in self.ledger.calls():
             if fragment in (None, call.fragment):
                 self._tell(event_of(Called(call, own)))
-
-
-class Calls:
-    """What arrives from sites and operators, for a coordinator. Who may call what has been looked at before."""
-
-    def __init__(self, coordinator: Coordinator, store: BlobStore | InMemoryStore) -> None:
-        self._coordinator, self._store = coordinator, store
-
-    def start(self, push: Tell) -> None:
-        self._push = push
-
-    def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
-        if peer.role != "site":
-            return ()
-        hello = read(Hello, about.get("hello"), "hello")
-        _require_own(peer, hello.site, hello.life)
-        return self._coordinator.hello(hello, lambda: self._charter(hello.charter))
-
-    def _charter(self, key: str) -> Charter:
-        try:
-            if self._store.size(key) > MAX_CHARTER:
-                raise Malformed("a charter is not as large as that.")
-            return Charter.from_bytes(self._store.get(key))
-        except Missing:
-            raise Refused("a site brings its charter before it says hello.") from None
-
-    def beat(self, peer: Peer, about: Header) -> None:
-        if peer.role == "site":
-            beat = read(Beat, about.get("beat"), "beat")
-            _require_own(peer, beat.site, beat.life)
-            self._coordinator.beat(beat)
-
-    def gone(self, peer: Peer) -> None:
-        if peer.role == "site":
-            self._coordinator.gone(peer.name, peer.life)
-
-    def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Takes charters of some size, and of a site that is there payloads and states."""
-        kind = about.get("kind")
-        if kind == "charter":
-            if size > MAX_CHARTER:
-                raise Refused(f"a charter of {size:,} bytes is too large: at most {MAX_CHARTER:,} are taken.")
-        elif kind not in ("payload", "state"):
-            raise Malformed("a blob is a charter, a payload or a part of a state.")
-        else:
-            self._coordinator.require_here(peer.name, peer.life)
-            self._coordinator.begins(peer.name, key, kind == "state")
-
-    def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        if about.get("kind") != "charter":
-            self._coordinator.stored(peer.name, key, size)
-            return {}
-        charter = self._coordinator.agree(peer.name, self._charter(key))
-        try:
-            self._store.size(charter.key)
-        except Missing:
-            self._store.put(charter.to_bytes())
-        return {"charter": charter.key}
-
-    def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
-        coordinator, site = self._coordinator, peer.name
-        match name:
-            case "hello":
-                for event in self.hello(peer, about):
-                    self._push(event, [site])
-            case "contribute":
-                own = Contribution.from_bytes(body)
-                _require_own(peer, own.site)
-                return {"answer": coordinator.contribute(own, peer.life)}, b""
-            case "skip":
-                coordinator.skip(site, peer.life, Call.from_bytes(body))
-            case "state":
-                without = about.get("without")
-                if not isinstance(without, list) or not all(isinstance(one, str) for one in without):
-                    raise Malformed("who asks for a state says whose states were refused.")
-                coordinator.require_here(site, peer.life)
-                coordinator.ask(site, without)
-            case "give":
-                header, parts = StateHeader.from_bytes(body), read(Parts, about.get("parts"), "parts")
-                coordinator.give(site, str(about.get("request")), header, parts)
-            case "leave":
-                coordinator.gone(site, peer.life)
-            case "status":
-                return {}, json.dumps(coordinator.status()).encode()
-            case "evict":
-                coordinator.evict(str(about.get("who")))
-            case "end":
-                coordinator.end()
-            case "rollback":
-                round = about.get("round")
-                if type(round) is not int or round < 0:
-                    raise Malformed("a run is rolled back to a round.")
-                return {"records": coordinator.roll_back(round)}, b""
-            case _:
-                raise Refused(f"this hub does not answer {name}.")
-        return {}, b""
 
 
 def _require_own(peer: Peer, site: str, life: str | None = None) -> None:

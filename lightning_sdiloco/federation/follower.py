@@ -30,7 +30,6 @@ from lightning_sdiloco.federation.messages import (
     Contribution,
     Hello,
     LaunchId,
-    Payload,
     Position,
     Record,
     StateHeader,
@@ -219,15 +218,6 @@ class Progress:
             one for one in (MergeAction.TAKE, MergeAction.MIX, MergeAction.DROP, MergeAction.CARRY) if one in found
         )
 
-    # Checkpoints
-
-    @staticmethod
-    def restored(fragment: int, saved: Mapping[str, Any], late: MergeAction = MergeAction.CARRY) -> "Progress":
-        hints = get_type_hints(Progress, include_extras=True)
-        own = Progress(fragment, late=late, **{name: read(hints[name], saved[name], name) for name in _SAVED})
-        own.closed = own.applied.round
-        return own
-
 
 _SAVED = "applied", "launched_at", "digest", "steps", "samples", "ended", "dropped", "apart", "flight"
 
@@ -242,7 +232,6 @@ class Follower:
         site: str,
         life: str,
         patience: float = 3600.0,
-        step: int = 0,
         late: MergeAction = MergeAction.CARRY,
     ) -> None:
         self.terms = terms
@@ -256,8 +245,7 @@ class Follower:
         self._finishing = False
         offsets = [fragment * terms.sync_every // terms.fragments for fragment in range(terms.fragments)]
         self.fragments = [
-            Progress(fragment, Position(0, charter), step + offset, late=late)
-            for fragment, offset in enumerate(offsets)
+            Progress(fragment, Position(0, charter), offset, late=late) for fragment, offset in enumerate(offsets)
         ]
 
     # The hub
@@ -272,15 +260,7 @@ class Follower:
         return Hello(run, self.site, self.life, self._charter, tuple(own.applied for own in self.fragments))
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Hears what the hub has.
-
-        Returns:
-            The fragments of which the local parameters become the outer ones now, and nothing is held any more; see
-            [Note: what an earlier life has launched].
-
-        Raises:
-            AgreementError: If the hub knows less than this site has applied, or something else.
-        """
+        """Hears what the hub has; returns the fragments of which the local parameters become the outer ones."""
         for own, closed in zip(self.fragments, welcome.closed, strict=True):
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(
@@ -375,20 +355,8 @@ class Follower:
                 calls.append(called)
         return calls
 
-    def launch(
-        self,
-        fragment: int,
-        step: int,
-        digest: int,
-        payloads: tuple[Payload, ...],
-        finite: bool = True,
-        norm_squared: float = 0.0,
-    ) -> Contribution | None:
-        begun = self.begin(fragment, step)
-        return self.complete(replace(begun, digest=digest, payloads=payloads, finite=finite, norm_squared=norm_squared))
-
     def begin(self, fragment: int, step: int) -> Contribution:
-        """Does the first half of `launch`, for those who encode while training goes on."""
+        """Launches; what is encoded while training goes on `complete` sends."""
         own = self.fragments[fragment]
         assert own.digest is not None, "what has no outer parameters cannot launch"
         sent = Contribution(
@@ -491,8 +459,10 @@ class Follower:
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
         """Restores what `state_dict` returned. This life goes on where the other one was."""
-        loaded = [Progress.restored(fragment, own, self._late) for fragment, own in enumerate(state["fragments"])]
-        for own, digest in zip(loaded, digests, strict=True):
+        hints, loaded = get_type_hints(Progress, include_extras=True), list[Progress]()
+        for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
+            known = {name: read(hints[name], saved[name], name) for name in _SAVED}
+            loaded.append(own := Progress(fragment, late=self._late, closed=known["applied"].round, **known))
             if own.digest not in (digest, None):
                 raise ValueError(
                     f"The checkpoint was damaged: fragment {own.fragment} has other outer parameters than were saved."

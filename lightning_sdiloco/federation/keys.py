@@ -23,8 +23,7 @@ from lightning_sdiloco.federation.wire import PROTOCOL, Denied, Header, extra
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-UNBOUND = "-"
-"""In place of the run in certificates of an authority that has not been bound to one yet."""
+UNBOUND = "-"  # in place of the run in certificates of an authority that has not been bound to one yet
 
 _BLOCKS = re.compile(rb"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 
@@ -200,9 +199,12 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
     return taken
 
 
-def load(keys: str | Path, name: str = "hub") -> Bundle:
+def load(keys: str | Path, name: str = "") -> Bundle:
+    """Returns the bundle in a file, which says itself whose it is, or that of a name in the folder of the authority."""
     path = Path(keys)
     folder = path if path.is_dir() else None
+    if folder is not None and not name:
+        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {path / 'NAME.bundle'}.")
     if folder is not None:
         path = folder / f"{checked_name('name', name)}.bundle"
     if not path.is_file():
@@ -231,13 +233,6 @@ def load(keys: str | Path, name: str = "hub") -> Bundle:
             f"sdiloco keys add FOLDER {identity.name} --role {identity.role}."
         )
     return Bundle(identity, key, certificate, authority, ends, folder)
-
-
-def bundle_at(keys: str | Path) -> Bundle:
-    """Returns the bundle in a file, which says itself whose it is."""
-    if Path(keys).is_dir():
-        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {Path(keys) / 'NAME.bundle'}.")
-    return load(keys)
 
 
 def _add_lines(path: Path, lines: list[str]) -> None:
@@ -277,24 +272,20 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 
 # Who asks a hub
 
-_EVERY_ROLE, _SITE, _OPERATOR = frozenset(ROLES), frozenset({"site"}), frozenset({"operator"})
-
-MAY: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("ping", "watch", "status"), _EVERY_ROLE),
-    **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), _SITE),
-    **dict.fromkeys(("evict", "end", "rollback"), _OPERATOR),
+MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; what is not here, nobody may
+    **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
+    **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})),
+    **dict.fromkeys(("evict", "end", "rollback"), frozenset({"operator"})),
 }
-"""Which roles may make which call. What is not in the table, nobody may."""
 
+# Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere.
 LOOKING = frozenset({"ping", "status", "watch"})
-"""Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere."""
 
 
 class Peer(NamedTuple):
     role: str
     name: str
     life: str
-    address: str
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
@@ -316,7 +307,7 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     if claimed.role not in MAY.get(call, ()):
         raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
-    return Peer(claimed.role, claimed.name, who["life"], context.peer())
+    return Peer(claimed.role, claimed.name, who["life"])
 
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:

@@ -1,21 +1,8 @@
 """The ledger: who is there, what was contributed, and which rounds close. Time comes in, records go out.
 
-[Note: durable before visible] The ledger does no input or output. Whoever owns it, the hub, makes things durable
-between two of its calls, and tells nobody before:
-
-    answer = ledger.examine(contribution, life)         # changes nothing
-    store payloads and contribution durably             # only if the answer is OPEN
-    answer = ledger.contribute(contribution, life, now)
-
-    for record in ledger.due(now):                      # changes nothing
-        append the record durably, created once
-        ledger.append(record)
-        tell everybody
-
-    tell everybody the calls of their fragments
-
-No other call comes between ``due`` and the last ``append``. If somebody else has created a record of that number, there
-is a second hub: this one tells nobody, and begins anew from what is durable.
+[Note: durable before visible] The ledger does no input or output. Whoever owns it, the hub, asks first (`examine`,
+`due`: neither changes anything), makes durable what is to be, says that it is (`contribute`, `append`), and only then
+tells anybody, of the `calls` too. No other call comes between ``due`` and the last ``append``.
 
 [Note: the last round] What comes of a last round replaces the parameters of all sites, and no later round makes up for
 what rounding loses of it: it takes what was sent in float32 alone. By the charter all know the last round when they
@@ -48,18 +35,13 @@ from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
 
 
 class Founding:
-    """Gathers sites until there are enough to found a run, which happens once, on the charter that all have brought.
-
-    The hub writes the charter durably before it tells anybody, and asks the founder for its state: the anchor at round
-    0, from which all others begin. From then on there is a run, and no founding any more.
-    """
+    """Gathers sites until there are enough to found a run, on the charter of all and the state of the founder."""
 
     def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in) -> None:
         self._sites, self._find = sites, find
         self._proposed: dict[str, Charter] = {}
-        self._charters: dict[str, Charter] = {}
+        self._brought: dict[str, tuple[Hello, Charter]] = {}
         self._founder: str | None = None
-        self.hellos: dict[str, Hello] = {}
 
     def propose(self, site: str, charter: Charter) -> Charter:
         """Returns the charter of the first who came; a site that was the first may change its mind."""
@@ -70,9 +52,9 @@ class Founding:
 
     def hello(self, hello: Hello, charter: Charter) -> None:
         self._require_quorum(charter)
-        for other in (own for site, own in self._charters.items() if site != hello.site):
+        for other in (own for site, (_, own) in self._brought.items() if site != hello.site):
             charter.require_same(other)
-        self._charters[hello.site], self.hellos[hello.site] = charter, hello
+        self._brought[hello.site] = hello, charter
 
     def _require_quorum(self, charter: Charter) -> None:
         try:
@@ -81,23 +63,26 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> None:
-        for own in (self._charters, self.hellos, self._proposed):
-            own.pop(site, None)
-        if site == self._founder:
-            self._founder = None
+        self._brought.pop(site, None)
+        self._proposed.pop(site, None)
+        self._founder = None if site == self._founder else self._founder
+
+    @property
+    def hellos(self) -> dict[str, Hello]:
+        return {site: hello for site, (hello, _) in self._brought.items()}
 
     @property
     def missing(self) -> int:
-        return max(0, self._sites - len(self._charters))
+        return max(0, self._sites - len(self._brought))
 
     @property
     def charter(self) -> Charter:
-        return next(iter(self._charters.values()))
+        return next(charter for _, charter in self._brought.values())
 
     @property
     def founder(self) -> str:
         """The site whose outer parameters are those of round 0: the first by name, whoever comes later."""
-        self._founder = self._founder or min(self._charters)
+        self._founder = self._founder or min(self._brought)
         return self._founder
 
 
@@ -145,7 +130,7 @@ class Ledger:
         self.open: dict[int, OpenRound] = {}
         self.anchors = Anchors(anchors)
         self.quorum = quorum or quorum_of(terms.quorum)
-        self._history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
+        self.history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
         self.evicted = set(evicted)
         self._timings = Timings()
         self._ending = False
@@ -155,7 +140,7 @@ class Ledger:
             if Position(own.round - 1, own.previous) == self.closed[own.fragment]:
                 self._take(own, now, None)
         # Those that were there before this start are waited for: they may not have found the hub yet.
-        last = (own for history in self._history for record in list(history)[-1:] for own in record.counted)
+        last = (own for history in self.history for record in list(history)[-1:] for own in record.counted)
         opened = (own for round in self.open.values() for own in round.here.values())
         applied = tuple(position.round for position in self.closed)
         for own in (*last, *opened):
@@ -310,7 +295,7 @@ class Ledger:
         if self._call(fragment).final:
             # Nobody can count later, so everybody who is alive is waited for.
             return all(site in round.arrived for site in sites)
-        awaited = self.quorum.awaited(tuple(self._history[fragment]), sites)
+        awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         return self.quorum.closes(round.arrived, awaited, now) or now >= min(round.arrived.values()) + self.terms.grace
 
     def _largest_camp(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
@@ -352,7 +337,7 @@ class Ledger:
             )
         self.seq += 1
         self.closed[record.fragment] = record.position
-        self._history[record.fragment].append(record)
+        self.history[record.fragment].append(record)
         round = self.open.pop(record.fragment, None)
         self._timings.closes(record, round.opened if round else None)
         self.anchors.check(record)
@@ -370,7 +355,7 @@ class Ledger:
         self._ending = True
 
     def has_ended(self, fragment: int) -> bool:
-        return any(record.final for record in self._history[fragment])
+        return any(record.final for record in self.history[fragment])
 
     # States
 

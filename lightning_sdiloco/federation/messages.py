@@ -6,34 +6,13 @@ so one key per fragment says all that there is to say about the history of a sit
 counts over all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
-
-    charter = connection.agree(charter)              # before training: the charter of the run, or this one
-    follower = Follower(charter.terms, charter.key, connection.site, connection.life)
-    connection.hello(follower)                       # from here on nothing waits
-
-    after every inner step:
-        for event in connection.events():            # what was heard since
-            Welcomed       follower.welcome(event.welcome), and take the outer values of the fragments that it returns;
-                           at round 0 perhaps follower.adopt, see `Welcomed`
-            Called         follower.hear(event.call)
-            Recorded       follower.learn(event.record), and keep event.blobs until it has landed
-            StateWanted    connection.give(event.request, follower.header(), parts), between landings
-            StateArrived   follower.adopt(event.header, digests); then connection.hello(follower) again
-            Waiting, Lost  tell the user; for Lost follower.lose(now), which raises when patience is over
-        for call in follower.skips():   connection.skip(call)
-        for fragment in follower.launches(step):   connection.contribute(follower.launch(...), blobs)
-        for record in follower.due(step):   land it if its blobs are there, and follower.land(...)
-        if follower.wants_state:   connection.ask()  # as often as one likes: one question is on its way at a time
-        connection.beat(follower)                    # after whatever has changed the follower
-
-    connection.leave(); connection.close()
-
-The network has threads of its own. They see of the follower only what `Connection.hello` and `Connection.beat` have
-copied, so it needs no lock. A connection that breaks is made again, hello is said again, and what is outstanding is
-sent again: the caller does nothing for it. Everything may therefore be heard twice; the follower knows what to do then.
+`FederatedWorld` is that loop. The network has threads of its own. They see of the follower only what
+`HubConnection.hello` and `beat` have copied, so it needs no lock. A connection that breaks is made again, hello is said
+again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard twice;
+the follower knows what to do then.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -154,21 +133,17 @@ class Record(Message):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Record":
+        """Refuses a record whose contributions cannot make one round: it would split those who apply it."""
         record = super().from_bytes(data)
-        _require_one_round(record)
+        sites = [own.site for own in record.counted]
+        if not sites or sites != sorted(set(sites)):
+            raise Malformed("record.counted does not name its sites once each, in their order")
+        for own in record.counted:
+            if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
+                raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
+            if own.digest != record.digest or own.previous != record.previous:
+                raise Malformed("record.counted was measured against different outer parameters")
         return record
-
-
-def _require_one_round(record: Record) -> None:
-    """Refuses a record whose contributions cannot make one round: it would split those who apply it."""
-    sites = [own.site for own in record.counted]
-    if not sites or sites != sorted(set(sites)):
-        raise Malformed("record.counted does not name its sites once each, in their order")
-    for own in record.counted:
-        if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
-            raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
-        if own.digest != record.digest or own.previous != record.previous:
-            raise Malformed("record.counted was measured against different outer parameters")
 
 
 @dataclass(frozen=True)
@@ -222,9 +197,6 @@ class StateHeader(Message):
 
 
 # What training hears from its connection
-
-Wanted = Callable[[Contribution], Sequence[Payload]]
-"""Which payloads of a contribution a rank fetches."""
 
 
 @dataclass(frozen=True)
@@ -282,13 +254,11 @@ class Lost:
 
 
 Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Lost
-"""What a site hears from its connection."""
 
 
 # On the wire
 
-Parts = Annotated[tuple[Payload, ...], range(1, 513)]
-"""The names of the blobs of a state, of which there may be so many."""
+Parts = Annotated[tuple[Payload, ...], range(1, 513)]  # the names of the blobs of a state
 MOST_BYTES = 1 << 18  # as much as two messages: a welcome and an anchor, or a call and a contribution
 
 
@@ -311,8 +281,8 @@ _KINDS: dict[str, type[Said]] = {
     "state": StateOffered,
 }
 
+# What a site hears, by name, for its other ranks.
 TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
-"""What a site hears, by name, for its other ranks."""
 
 
 class Anchor(NamedTuple):
@@ -324,10 +294,6 @@ class Event(NamedTuple):
     kind: str
     header: dict[str, Any]
     body: bytes = b""
-
-
-Tell = Callable[..., None]
-"""Tells an event to all sites, or to those named (``to=``), without waiting for them."""
 
 
 def event_of(said: Waiting | Welcomed | Called | StateWanted | StateOffered) -> Event:

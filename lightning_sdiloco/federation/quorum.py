@@ -1,5 +1,6 @@
 """When a round closes: a small policy, asked by the ledger, and written in the charter of the run."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -167,9 +168,32 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
         ) from None
 
 
-def built_in(path: str) -> type[Quorum]:
+def imported(path: str) -> type[Quorum]:
+    """Imports a quorum; only for class paths that this machine's own user has given."""
+    module, _, name = path.rpartition(".")
+    try:
+        if not CLASS_PATH.fullmatch(path):
+            raise ImportError("it is no dotted name of a class")
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here, or is"
+            " in a folder of PYTHONPATH."
+        ) from None
+    if not (isinstance(found, type) and issubclass(found, Quorum)):
+        raise ValueError(f"quorum={path!r} is no Quorum: it must extend lightning_sdiloco.Quorum.")
+    return found
+
+
+def built_in(path: str, named: str | None = None) -> type[Any]:
+    """Finds the class of a quorum: one of this package, or that which the operator of the hub has named."""
+    if path == named:
+        return imported(path)
     if path not in _BUILT_IN:
-        raise Malformed(f"it is none of this package: {', '.join(_BUILT_IN)}")
+        raise Malformed(
+            f"it is none of this package: {', '.join(_BUILT_IN)}. The operator of the hub has to allow it: sdiloco hub"
+            f" --quorum {path}"
+        )
     return _BUILT_IN[path]
 
 

@@ -1,10 +1,9 @@
 """A site's end of the connection to its hub: see [Note: how a site uses its connection].
 
-[Note: a site of several ranks] The first rank has the `HubConnection` of the site: it says hello, contributes, and
-hears. Every other rank has `HubShards`, under the same name and life, which move payloads and nothing else. A
-contribution names the payloads of all ranks, and the hub takes it when the last of them is in its store: one rank's
-alone never counts. So what a site sends does not grow with its ranks, and neither does what it fetches: `places_of`
-gives every payload of another site to one rank.
+[Note: a site of several ranks] Every rank has a connection, under the same name and life. That of the first one says
+hello, contributes, and hears; the others move payloads and say nothing. A contribution names the payloads of all ranks,
+and the hub takes it when the last of them is in its store: one rank's alone never counts. So what a site sends does not
+grow with its ranks, and neither does what it fetches: `places_of` gives every payload of another site to one rank.
 """
 
 import logging
@@ -13,11 +12,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
-from typing_extensions import override
-
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.charter import Charter
-from lightning_sdiloco.federation.client import Transport
+from lightning_sdiloco.federation.client import Answer, Transport
 from lightning_sdiloco.federation.codec import Bytes, key_of, plain
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.messages import (
@@ -35,7 +32,6 @@ from lightning_sdiloco.federation.messages import (
     StateWanted,
     Told,
     Waiting,
-    Wanted,
     Welcomed,
     said_in,
 )
@@ -44,6 +40,7 @@ from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreach
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
+_FIRST = 60.0  # seconds after which a hub that was never there is given up
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
 _SMALL = 256 << 10  # bytes that travel over one connection
 _UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
@@ -61,21 +58,17 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
     return [place for place in range(payloads) if place * ranks // payloads == rank]
 
 
-def payloads_of(rank: int, ranks: int) -> Wanted:
-    """Returns what tells which payloads of a contribution a rank fetches; see `places_of`."""
-    return lambda own: [own.payloads[place] for place in places_of(rank, ranks, len(own.payloads))]
+class HubConnection:
+    """A rank's connection to a hub, with threads of its own. What it is told waits until training hears it."""
 
-
-ALL_PAYLOADS = payloads_of(0, 1)
-
-
-class HubShards:
-    """Moves the payloads of a rank to and from a hub, in threads of its own."""
-
-    def __init__(self, client: Transport, wanted: Wanted = ALL_PAYLOADS, patience: float = 3600.0) -> None:
-        self._client, self._wanted, self._patience = client, wanted, patience
-        self.site, self.life = client.identity.name, client.life
-        self.sends_bytes_per_s = 0.0
+    def __init__(self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0) -> None:
+        self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
+        self.site, self.life, self.now = client.identity.name, client.life, client.now
+        self.sends_bytes_per_s = client.sends_bytes_per_s
+        # The hello and the sign of life that the transport says; which rounds have landed last, None without a state.
+        self.words: tuple[Header, Header] = {}, {}
+        self.applied: Sequence[int | None] = ()
+        self.lease = 0.0
         # No call of the client is made under it: where hub and site are in one process, the hub has a lock too.
         self._changed = threading.Condition(threading.RLock())
         self._closed, self._nudge = threading.Event(), threading.Event()
@@ -87,24 +80,55 @@ class HubShards:
         self._begun: set[Contribution] = set()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
         self._told: list[Told] = []
-        # Records that are being fetched.
+        self._error: Exception | None = None
+        # Records that are being fetched, and those that wait for room; from which rounds on they are of use.
         self._coming: set[str] = set()
+        self._waiting: list[Record] = []
+        self._kept: Sequence[int] = ()
+        # The hub refuses what comes before it has let the site in; then all goes that is outstanding.
+        self._let_in = rank > 0
+        self._listens = self._asking = False
+        self._ask_at = float("-inf")
+        self._busy_since: float | None = None
         self._away_since: float | None = None
-        # The hub refuses what the first rank sends before it has let the site in; then all goes that is outstanding.
-        self._let_in = True
 
-    def reach(self, timeout: float = 60.0) -> None:
-        until = self._client.now() + timeout
+    # Before training
+
+    def reach(self, seconds: float = _FIRST) -> None:
+        advice = " Every rank of a site speaks with the hub itself: its machine needs the way there, and the keys."
+        self._insist(lambda: self._client.call("ping"), seconds, advice)
+
+    def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
+        """Asks until there is an answer, for some seconds; while the name is in use, for as long as a dead one is."""
+        began = self.now()
         while True:
             try:
-                self._client.call("ping")
-                return
+                return ask()
             except HubError as error:
-                if self._client.now() > until or not self._client.pause(self._closed):
-                    raise ExchangeError(
-                        f"A rank of {self.site} has not reached the hub: {error} Every rank of a site speaks with the"
-                        " hub itself: its machine needs the way there, and the keys."
-                    ) from error
+                if isinstance(error, Busy) and self.now() > began + _LONGEST_LEASE:
+                    raise Refused(str(error)) from error
+                if self.now() > began + seconds or not self._client.pause(self._closed):
+                    raise ExchangeError(f"A rank of {self.site} has not reached the hub: {error}{advice}") from error
+                log.warning("%s waits for its hub: %s", self.site, error)
+
+    def agree(self, charter: Charter) -> Charter:
+        def ask() -> Charter:
+            answer = self._client.send(charter.to_bytes(), {"site": self.site, "kind": "charter"})
+            key = str(answer.get("charter"))
+            return charter if key == charter.key else Charter.from_bytes(bytes(self._client.get(key)))
+
+        return self._insist(ask)
+
+    def hello(self, follower: Follower) -> None:
+        self.beat(follower)
+        self.lease = follower.terms.lease
+        if self._listens or self._rank:
+            self._submit("calls", self._call, "hello", self.words[0])
+        else:
+            self._listens = True
+            self._client.listen(self)
+
+    # What training says
 
     def contribute(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         with self._changed:
@@ -126,28 +150,74 @@ class HubShards:
                     if payload.key not in self._early:
                         self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
+    def _wanted(self, own: Contribution) -> list[Payload]:
+        return [own.payloads[place] for place in places_of(self._rank, self._ranks, len(own.payloads))]
+
     def fetch(self, record: Record) -> None:
         self._submit("records", self._deliver, record)
 
+    def beat(self, follower: Follower) -> None:
+        hello, beat = follower.hello(self._client.identity.run), follower.beat()
+        self.words = {"site": self.site, "hello": plain(hello)}, {"site": self.site, "beat": plain(beat)}
+        self.keep(follower.outstanding())
+        applied = [None if own.digest is None else own.applied.round for own in follower.fragments]
+        if applied != self.applied:
+            self.applied = applied
+            self._fetch_waiting()
+        self._client.turn()
+
+    def skip(self, call: Call) -> None:
+        self._submit("calls", self._call, "skip", None, call.to_bytes())
+
+    def ask(self, without: Collection[str] = ()) -> None:
+        if self._let_in and not self._asking and self.now() >= self._ask_at:
+            self._asking, self._ask_at = True, self.now() + _AGAIN
+            self._submit("calls", self._call, "state", {"without": sorted(without)})
+
+    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
+        if not self._rank:
+            self._submit("calls", self._give, request, header, list(parts))
+
+    def leave(self) -> None:
+        with self._changed:
+            pending = set(self._pending)
+
+        def after_all_else() -> None:
+            wait(pending)
+            self._call("leave")
+
+        self._submit("calls", after_all_else)
+
+    # What training hears
+
     def events(self) -> list[Told]:
-        """Returns what was heard: on these ranks, the records that were fetched."""
+        """Returns what was heard, or raises the last word when there is nothing else."""
+        self._client.turn()
         away = self._away_since
-        if away is not None and self._client.now() - away > self._patience:
+        if self._rank and away is not None and self.now() - away > self._patience:
             raise ExchangeError(
                 f"A rank of {self.site} has not reached the hub for more than patience={self._patience:.0f} s. The"
                 " checkpoint of the site holds what it trained: start it again when the hub can be reached."
             )
         with self._changed:
             told, self._told = self._told, []
+            if not told and self._error:
+                raise self._error
+        if told:
+            self._fetch_waiting()
         return told
 
-    def close(self, timeout: float = 2.0) -> None:
+    def wait(self, timeout: float) -> bool:
+        """Waits until there is something to hear; other ranks than the first do not: they wait for that one."""
+        return not self._rank and self._client.wait(self._changed, lambda: bool(self._told or self._error), timeout)
+
+    def close(self, timeout: float = 5.0) -> None:
         with self._changed:
             pending = set(self._pending)
         wait(pending, timeout)
         self._closed.set()
         self._nudge.set()
-        self._client.close()
+        self._client.close(timeout)
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -161,7 +231,7 @@ class HubShards:
                 # What matters is said again with the next hello.
                 log.info("%s: %s", self.site, error)
             except Exception as error:
-                self._fail(error)
+                self.fail(error)
 
         if not self._closed.is_set():
             future = self._pools[pool].submit(run)
@@ -170,10 +240,17 @@ class HubShards:
                     self._pending.add(future)
                 future.add_done_callback(self._pending.discard)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Hears of what cannot be; at the end, when threads find all closed, that is no news."""
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
+        """Says something to the hub, as the first rank does for all."""
+        return {} if self._rank else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
 
     def _start(self, own: Contribution) -> None:
         with self._changed:
@@ -194,29 +271,34 @@ class HubShards:
                 self._sending.discard(own)
 
     def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
-        try:
-            self._send_blobs(own, blobs)
-        except (HubError, Refused) as error:
-            # The first rank of the site may have to say hello first.
-            self._missed(error)
-            return False
-        self._away_since = None
-        return True
-
-    def _send_blobs(self, own: Contribution, blobs: Mapping[str, Bytes]) -> None:
         is_first = own not in self._begun
         self._begun.add(own)
-        for key, blob in blobs.items():
-            began = self._client.now()
-            self._client.send(blob, {"site": self.site, "kind": "payload"}, key=key)
-            seconds = self._client.now() - began
-            # Later some of it may be there already.
-            if is_first and seconds > 0:
-                self.sends_bytes_per_s = len(blob) / seconds
+        try:
+            for key, blob in blobs.items():
+                began = self.now()
+                self._client.send(blob, {"site": self.site, "kind": "payload"}, key=key)
+                # Later some of it may be there already.
+                if is_first and (seconds := self.now() - began) > 0:
+                    self.sends_bytes_per_s = len(blob) / seconds
+            answer = self._call("contribute", None, own.to_bytes())
+        except HubUnreachable as error:
+            self._missed(error)
+            return False
+        except Refused as error:
+            # Where another rank sends, the first one may have to say hello first.
+            level = logging.INFO if self._rank else logging.WARNING
+            log.log(level, "%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
+            self._submit("calls", self._call, "hello", self.words[0])
+            return False
+        except HubError as error:
+            self._put(Waiting(str(error)))
+            return False
+        self._away_since = None
+        # With all payloads sent and some missing, they were dropped as they arrived.
+        return answer.get("answer") != "waiting" or len(blobs) < len({payload.key for payload in own.payloads})
 
     def _missed(self, error: Exception) -> None:
-        if isinstance(error, HubUnreachable) and self._away_since is None:
-            self._away_since = self._client.now()
+        self._away_since = self.now() if self._away_since is None else self._away_since
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
@@ -229,20 +311,20 @@ class HubShards:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            self._overtake(record)
-            self._put(Recorded(record, blobs))
             self._coming.discard(record.key)
+            self._close(record, blobs)
+
+    def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
+        """Tells of a record, and forgets what this site has contributed to its round, or to one before it."""
+        kept = self._outbox.get(record.fragment)
+        if kept and kept[0].round <= record.round:
+            del self._outbox[record.fragment]
+        self._put(Recorded(record, blobs))
 
     def _put(self, told: Told) -> None:
         with self._changed:
             self._told.append(told)
             self._changed.notify_all()
-
-    def _overtake(self, record: Record) -> None:
-        """Forgets what this site has contributed to a round that is closed, or to one before it."""
-        kept = self._outbox.get(record.fragment)
-        if kept and kept[0].round <= record.round:
-            del self._outbox[record.fragment]
 
     def _blobs(self, payloads: Sequence[Payload], pool: str = "") -> dict[str, Bytes] | None:
         """Returns blobs, all of which are fetched at the same time; None if some of it is gone."""
@@ -280,139 +362,6 @@ class HubShards:
                 if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed):
                     raise
 
-
-class HubConnection(HubShards):
-    """A site's connection to a hub, with threads of its own. What it is told waits until training hears it."""
-
-    def __init__(self, client: Transport, wanted: Wanted = ALL_PAYLOADS, patience: float = 60.0) -> None:
-        super().__init__(client, wanted, patience)
-        self._error: Exception | None = None
-        # Records that wait for room; from which rounds on they are of use.
-        self._waiting: list[Record] = []
-        self._kept: Sequence[int] = ()
-        self._applied: Sequence[int | None] = ()
-        self._hello: Header = {}
-        self._beat: Header = {}
-        self._lease = 0.0
-        self._listener: threading.Thread | None = None
-        self._let_in = self._asking = False
-        self._ask_at = float("-inf")
-        self._busy_since: float | None = None
-
-    # Before training
-
-    def agree(self, charter: Charter) -> Charter:
-        began = self._client.now()
-        while True:
-            try:
-                answer = self._client.send(charter.to_bytes(), {"site": self.site, "kind": "charter"})
-                key = str(answer.get("charter"))
-                return charter if key == charter.key else Charter.from_bytes(bytes(self._client.get(key)))
-            except HubError as error:
-                if isinstance(error, Busy) and self._client.now() > began + _LONGEST_LEASE:
-                    raise Refused(str(error)) from error
-                if self._client.now() > began + self._patience:
-                    raise ExchangeError(f"{self.site} has not reached its hub: {error}") from error
-                log.warning("%s waits for its hub: %s", self.site, error)
-                if not self._client.pause(self._closed):
-                    raise
-
-    def hello(self, follower: Follower) -> None:
-        self.beat(follower)
-        self._lease = follower.terms.lease
-        if self._listener is None:
-            self._listener = threading.Thread(target=self._listen, name="hub-listener", daemon=True)
-            self._listener.start()
-        else:
-            self._submit("calls", self._call, "hello", self._hello)
-
-    # What training says
-
-    def beat(self, follower: Follower) -> None:
-        self._hello = {"site": self.site, "hello": plain(follower.hello(self._client.identity.run))}
-        self._beat = {"site": self.site, "beat": plain(follower.beat())}
-        self.keep(follower.outstanding())
-        applied = [None if own.digest is None else own.applied.round for own in follower.fragments]
-        if applied != self._applied:
-            self._applied = applied
-            self._fetch_waiting()
-
-    def skip(self, call: Call) -> None:
-        self._submit("calls", self._call, "skip", None, call.to_bytes())
-
-    def ask(self, without: Collection[str] = ()) -> None:
-        if self._let_in and not self._asking and self.now() >= self._ask_at:
-            self._asking, self._ask_at = True, self.now() + _AGAIN
-            self._submit("calls", self._call, "state", {"without": sorted(without)})
-
-    def give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
-        self._submit("calls", self._give, request, header, list(parts))
-
-    def leave(self) -> None:
-        with self._changed:
-            pending = set(self._pending)
-
-        def after_all_else() -> None:
-            wait(pending)
-            self._call("leave")
-
-        self._submit("calls", after_all_else)
-
-    # What training hears
-
-    def now(self) -> float:
-        return self._client.now()
-
-    @override
-    def events(self) -> list[Told]:
-        """Returns what was heard, or raises the last word when there is nothing else."""
-        with self._changed:
-            told, self._told = self._told, []
-            if not told and self._error:
-                raise self._error
-        if told:
-            self._fetch_waiting()
-        return told
-
-    def wait(self, timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: bool(self._told or self._error), timeout)
-
-    @override
-    def close(self, timeout: float = 5.0) -> None:
-        super().close(timeout)
-        if self._listener:
-            self._listener.join(timeout)
-
-    # In the background
-
-    @override
-    def _fail(self, error: Exception) -> None:
-        super()._fail(error)
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
-
-    def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
-        return self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
-
-    @override
-    def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
-        try:
-            self._send_blobs(own, blobs)
-            answer = self._call("contribute", None, own.to_bytes())
-        except HubUnreachable:
-            return False
-        except Refused as error:
-            log.warning("%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
-            self._submit("calls", self._call, "hello", self._hello)
-            return False
-        except HubError as error:
-            self._put(Waiting(str(error)))
-            return False
-        # With all payloads sent and some missing, they were dropped as they arrived.
-        return answer.get("answer") != "waiting" or len(blobs) < len({payload.key for payload in own.payloads})
-
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         named = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]
         about = {"site": self.site, "kind": "state"}
@@ -422,20 +371,23 @@ class HubConnection(HubShards):
 
     # Listening; nothing here waits, or a hub that is gone would be noticed late
 
-    def _listen(self) -> None:
-        try:
-            for event in self._client.events(lambda: self._hello, lambda: self._beat):
-                self.hear(event)
-        except Exception as error:
-            self._fail(Refused(str(error)) if isinstance(error, HubError | ValueError) else error)
-
     def hear(self, event: Event) -> None:
         said = said_in(event)
         if not isinstance(said, Lost):
             self._busy_since = None
         match said:
             case Recorded():
-                self._hear_record(said.record)
+                # Told at once where its payloads are of no use, and otherwise when these are here.
+                record = said.record
+                with self._changed:
+                    is_dropped = bool(self._kept) and record.round < self._kept[record.fragment]
+                    if is_dropped:
+                        self._close(record, None)
+                    elif record.key not in self._coming and not self._is_applied(record):
+                        self._waiting.append(record)
+                    if not is_dropped and not self._is_useful(record):
+                        self._put(Recorded(record, None))
+                self._fetch_waiting()
             case Welcomed():
                 with self._changed:
                     self._let_in, self._asking, self._ask_at = True, False, float("-inf")
@@ -467,7 +419,7 @@ class HubConnection(HubShards):
                 if said.is_busy:
                     # A process that died is not in the way for longer than its lease.
                     self._busy_since = self.now() if self._busy_since is None else self._busy_since
-                    if self.now() > self._busy_since + self._lease + 1.0:
+                    if self.now() > self._busy_since + self.lease + 1.0:
                         raise Refused(said.why)
                 self._put(said)
 
@@ -477,19 +429,6 @@ class HubConnection(HubShards):
         if blobs is not None:
             parts = tuple(blobs[part.key] for part in offered.parts)
             self._put(StateArrived(offered.header, parts, offered.source))
-
-    # Records: told at once where their payloads are of no use, and otherwise when these are here
-
-    def _hear_record(self, record: Record) -> None:
-        with self._changed:
-            is_dropped = bool(self._kept) and record.round < self._kept[record.fragment]
-            if is_dropped:
-                self._overtake(record)
-            elif record.key not in self._coming and not self._is_applied(record):
-                self._waiting.append(record)
-            if is_dropped or not self._is_useful(record):
-                self._put(Recorded(record, None))
-        self._fetch_waiting()
 
     def _fetch_waiting(self) -> None:
         """Fetches for the records that wait, as far as there is room."""
@@ -504,12 +443,12 @@ class HubConnection(HubShards):
             self.fetch(record)
 
     def _is_applied(self, record: Record) -> bool:
-        applied = self._applied[record.fragment] if self._applied else None
+        applied = self.applied[record.fragment] if self.applied else None
         return applied is not None and record.round <= applied
 
     def _is_useful(self, record: Record) -> bool:
         """Whether a record can be applied when those before it are, without a state."""
-        if not self._kept or not self._applied:
+        if not self._kept or not self.applied:
             return True
-        applied = self._applied[record.fragment]
+        applied = self.applied[record.fragment]
         return applied is not None and self._kept[record.fragment] <= applied + 1 <= record.round

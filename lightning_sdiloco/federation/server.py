@@ -1,29 +1,30 @@
 """The hub's end of the connections to all sites: it knows who calls, moves blobs and events, and leaves the rest."""
 
 import logging
+import queue
 import random
 import secrets
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.coordinator import Calls, Coordinator, Status
-from lightning_sdiloco.federation.journal import History, Quorums, SQLiteLedger
-from lightning_sdiloco.federation.keys import LOOKING, Bundle, Peer, load, peer_of, speaks_for_itself
+from lightning_sdiloco.federation.coordinator import Coordinator, Status
+from lightning_sdiloco.federation.keys import LOOKING, Peer, load, peer_of, speaks_for_itself
 from lightning_sdiloco.federation.messages import Event
-from lightning_sdiloco.federation.store import BlobStore, Upload
+from lightning_sdiloco.federation.quorum import built_in, imported
+from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     CODES,
-    MAX_BLOB,
     SERVER_OPTIONS,
     SERVICE,
     Busy,
@@ -41,72 +42,57 @@ from lightning_sdiloco.federation.wire import (
 
 log = logging.getLogger(__name__)
 
-MAX_CALLS = 512
-"""Calls that are served at the same time; a site makes one for each of its connections, and one that stays."""
-
-MAX_UPLOADS = 64
-"""Blobs that one holder may be sending at the same time."""
-
-MAX_EVENTS = 1024
-"""Events that wait for somebody who does not read them. With one more it is sent away, and begins anew."""
-
-MAX_WATCHING = 16
-"""How often a holder that is no site may watch at the same time."""
-
+MAX_CALLS = 512  # that are served at the same time; a site makes one for each of its connections, and one that stays
+MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
+MAX_EVENTS = 1024  # that wait for somebody who does not read them; with one more it is sent away, and begins anew
+MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
 _GIVEN_UP = 600.0  # seconds without a connection after which what has arrived of a blob is dropped
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _NOISE = random.Random(0).randbytes(CHUNK)  # what pings are answered with; nothing on the way makes it smaller
 
 
 class Session:
+    """Who watches: the events for it wait until it reads them."""
+
     def __init__(self, peer: Peer) -> None:
-        self.peer = peer
-        self.admitted = False
-        self._changed = threading.Condition()
-        self._waiting: deque[Event] = deque()
-        self._ended = False
-        self._error: Failure | None = None
+        self.peer, self.admitted, self._ended = peer, False, False
+        self._waiting: queue.SimpleQueue[Event | Failure | None] = queue.SimpleQueue()
 
     def push(self, event: Event) -> None:
-        with self._changed:
-            if len(self._waiting) >= MAX_EVENTS:
-                self._ended, self._error = True, NoSpace(f"{self.peer.name!r} does not read what it is told.")
-                self._waiting.clear()
-            elif not self._ended:
-                self._waiting.append(event)
-            self._changed.notify_all()
+        if not self._ended and self._waiting.qsize() < MAX_EVENTS:
+            self._waiting.put(event)
+        elif not self._ended:
+            with suppress(queue.Empty):
+                while True:
+                    self._waiting.get_nowait()
+            self.end(NoSpace(f"{self.peer.name!r} does not read what it is told."))
 
     def end(self, error: Failure | None = None) -> None:
-        with self._changed:
-            if not self._ended:
-                self._ended, self._error = True, error
-            self._changed.notify_all()
+        if not self._ended:
+            self._ended = True
+            self._waiting.put(error)
 
-    def events(self, first: Iterator[Event], beat: float) -> Iterator[Event]:
+    def events(self, first: Iterable[Event], beat: float) -> Iterator[Event]:
         """Yields what is to be told, and a beat where there is nothing."""
         yield from first
         while True:
-            with self._changed:
-                if not self._waiting and not self._ended:
-                    self._changed.wait(beat)
-                event = self._waiting.popleft() if self._waiting else None
-                if event is None and self._ended:
-                    break
-            yield event or Event("beat", {})
-        if self._error is not None:
-            raise self._error
+            try:
+                event = self._waiting.get(timeout=beat)
+            except queue.Empty:
+                event = Event("beat", {})
+            if event is None:
+                return
+            if isinstance(event, Exception):
+                raise event
+            yield event
 
 
 class Hub:
-    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise.
-
-    A site watches once: it is one life of it, and a new one takes the place of the old. What has arrived of a blob
-    stays for a while if connections break, and is not sent again.
-    """
+    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise."""
 
     def __init__(
         self,
-        calls: Calls,
+        calls: Any,
         store: BlobStore,
         run: str,
         listen: str = "127.0.0.1:0",
@@ -124,7 +110,7 @@ class Hub:
             raise ValueError(
                 "A hub needs either keys or insecure=True. Make keys with: sdiloco keys init FOLDER --run RUN."
             )
-        bundle = None if keys is None else load(keys).bound(run)
+        bundle = None if keys is None else load(keys, "hub").bound(run)
         if bundle is None:
             warnings.warn(
                 "The hub serves without TLS: whoever reaches its port can read and change everything (insecure=True).",
@@ -147,23 +133,19 @@ class Hub:
             "watch": grpc.stream_stream_rpc_method_handler(_telling(self._watch)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-        self.port = self._listen(grpc, listen, bundle)
-
-    def _listen(self, grpc: Any, listen: str, bundle: Bundle | None) -> int:
         try:
             if bundle is None:
-                port = self._server.add_insecure_port(listen)
+                self.port = int(self._server.add_insecure_port(listen))
             else:
                 pair = [(bundle.key, bundle.certificate)]
                 credentials = grpc.ssl_server_credentials(pair, bundle.authority, require_client_auth=True)
-                port = self._server.add_secure_port(listen, credentials)
+                self.port = int(self._server.add_secure_port(listen, credentials))
         except RuntimeError:
-            port = 0
-        if not port:
+            self.port = 0
+        if not self.port:
             raise ValueError(
                 f"listen={listen!r} cannot be listened on: give a free port and an address of this machine."
             )
-        return int(port)
 
     def start(self) -> None:
         self._calls.start(self.push)
@@ -267,7 +249,7 @@ class Hub:
                 raise NoSpace(f"{peer.name!r} watches {MAX_WATCHING} times already.")
             self._sessions.append(session)
         try:
-            first = iter(self._calls.hello(peer, about))
+            first = self._calls.hello(peer, about)
             session.admitted = True
             if peer.role == "site":
                 with self._lock:
@@ -302,41 +284,31 @@ class Hub:
         session.end()
 
 
-def _answering(answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
-    """Returns a call that ends with the status of what goes wrong, and does not show a stranger our insides."""
-
-    def answered(request: Any, context: Any) -> bytes:
-        try:
-            return answer(request, context)
-        except Exception as error:
-            _abort(context, error)
-            raise  # abort has raised
-
-    return answered
-
-
 def _telling(tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any], Iterator[bytes]]:
-    """As `_answering`, for calls with several answers."""
+    """Returns a call that ends with the status of what goes wrong, and does not show a stranger our insides."""
 
     def told(request: Any, context: Any) -> Iterator[bytes]:
         try:
             yield from tell(request, context)
         except Exception as error:
-            _abort(context, error)
+            if not context.is_active():
+                raise
+            codes = extra("grpc").StatusCode
+            if isinstance(error, Failure):
+                # Somebody has to make room.
+                level = logging.ERROR if isinstance(error, NoSpace) else logging.INFO
+                log.log(level, "%s: %s", context.peer(), error)
+                context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), str(error)[:1000])
+            log.exception("a call of %s failed", context.peer())
+            context.abort(codes.INTERNAL, "the hub failed; its log says why.")
 
     return told
 
 
-def _abort(context: Any, error: Exception) -> None:
-    if not context.is_active():
-        raise error
-    codes = extra("grpc").StatusCode
-    if isinstance(error, Failure):
-        # Somebody has to make room.
-        log.log(logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), error)
-        context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), str(error)[:1000])
-    log.exception("a call of %s failed", context.peer())
-    context.abort(codes.INTERNAL, "the hub failed; its log says why.")
+def _answering(answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
+    """As `_telling`, for calls with one answer."""
+    told = _telling(lambda request, context: iter([answer(request, context)]))
+    return lambda request, context: next(told(request, context))
 
 
 class HubService(Hub):
@@ -351,7 +323,6 @@ class HubService(Hub):
         store: str | Path | None = None,
         keys: str | Path | None = None,
         insecure: bool = False,
-        max_blob: int = MAX_BLOB,
         beat: float = 1.0,
         quorum: str | None = None,
     ) -> None:
@@ -360,13 +331,15 @@ class HubService(Hub):
                 f"ledger={str(ledger)!r} is a URL, and a run has one hub, whose ledger is a file on its machine: give a"
                 " path. Where that hub ends, start it again with it; sites train on meanwhile."
             )
-        quorums = Quorums(quorum)
+        if quorum is not None:
+            imported(quorum)  # now, and not when a site names it
         self._awake, self._closed = threading.Event(), threading.Event()
         self.ledger = SQLiteLedger(ledger, must_exist=sites is None)
         try:
-            blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store, max_blob)
-            self.coordinator = Coordinator(run, History(self.ledger, blobs, quorums), sites, time.monotonic)
-            super().__init__(Calls(self.coordinator, blobs), blobs, run, listen, keys, insecure, beat)
+            blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
+            find = partial(built_in, named=quorum)
+            self.coordinator = Coordinator(run, self.ledger, blobs, sites, find_quorum=find)
+            super().__init__(self.coordinator, blobs, run, listen, keys, insecure, beat)
         except BaseException:
             self.ledger.close()
             raise
@@ -375,7 +348,7 @@ class HubService(Hub):
     @override
     def start(self) -> None:
         self.coordinator.start(self.push, self._awake.set)
-        super().start()
+        self._server.start()
         self._ticker.start()
 
     def status(self) -> Status:
@@ -389,7 +362,7 @@ class HubService(Hub):
             self._ticker.join()
         super().close(grace)
         # What is still being answered tells nobody.
-        self.coordinator.start(lambda event, to=None: None, lambda: None)
+        self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
 
     def _tick(self) -> None:

@@ -12,9 +12,10 @@ payloads.
 
 import io
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.merge import Mix
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import Background, Flight, Pending, Work, completed
+from lightning_sdiloco.engine.flight import Flight, Pending, Work, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
 from lightning_sdiloco.engine.rounds import Rounds
@@ -47,7 +48,7 @@ from lightning_sdiloco.federation.messages import (
     Waiting,
     Welcomed,
 )
-from lightning_sdiloco.federation.remote import HubConnection, HubShards
+from lightning_sdiloco.federation.remote import HubConnection
 
 _log = logging.getLogger(__name__)
 
@@ -57,39 +58,27 @@ _ERRORS = {own.__name__: own for own in (AgreementError, ExchangeError, Refused,
 
 
 class SharedConnection:
-    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks].
+    """The connections of a rank; see [Note: one site, many followers] and [Note: a site of several ranks]."""
 
-    Attributes:
-        hub: That of the first rank, which speaks for all; None on the others.
-        own: The connection over which this rank's payloads go: `hub`, or one that does nothing else.
-    """
-
-    def __init__(
-        self,
-        topology: Topology,
-        connect: Callable[[int], HubConnection],
-        connect_shards: Callable[[int, int, str], HubShards],
-    ) -> None:
-        self._ranks, rank, ranks = topology.in_site, topology.group_rank, topology.group_size
-        self.hub: HubConnection | None = None
-        self.own: HubShards | None = None
+    def __init__(self, topology: Topology, connect: Callable[[int, int, str], HubConnection]) -> None:
+        self._ranks, rank = topology.in_site, topology.group_rank
+        self._leads = rank == 0
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._coming: dict[str, tuple[Record, set[int]]] = {}
+        made, life = list[HubConnection](), self._ranks.all_gather_object(secrets.token_hex(8))[0]
 
-        def first() -> tuple[str, str] | None:
-            if rank == 0:
-                self.hub = self.own = connect(ranks)
-            return (self.hub.site, self.hub.life) if self.hub else None
+        def connects() -> None:
+            made.append(connect(rank, topology.group_size, life))
+            if rank:
+                made[0].reach()
 
-        def other() -> None:
-            self.own = self.own or connect_shards(rank, ranks, self.life)
-
-        self.site, self.life = self.all_say(first)[0]
         try:
-            self.all_say(other)
+            self.all_say(connects)
         except Exception:
-            self.close()
+            for connection in made:
+                connection.close()
             raise
+        (self.own,) = made
 
     def all_say(self, ask: Callable[[], Any]) -> list[Any]:
         """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
@@ -101,81 +90,57 @@ class SharedConnection:
         return [outcome.value for outcome in every]
 
     def agree(self, charter: Charter) -> Charter:
-        return Charter.from_bytes(self.all_say(lambda: self.hub and self.hub.agree(charter).to_bytes())[0])
+        return Charter.from_bytes(self.all_say(lambda: self._leads and self.own.agree(charter).to_bytes())[0])
 
     def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
         """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
         if self._ranks.size == 1:
-            assert self.hub is not None, "the first rank has it"
-            return self.hub.events(), self.hub.now(), requests, samples
+            return self.own.events(), self.own.now(), requests, samples
         every = self.all_say(lambda: (*self._listen(), requests, samples))
         told = list[Told]()
         for kind, said in every[0][0]:
             one: Told = read(TOLD[kind], said, kind.lower())
-            if isinstance(one, Called) and one.own and not self.hub and self.own:
+            if isinstance(one, Called) and one.own and not self._leads:
                 self.own.prefetch(one.own)
             if not isinstance(one, Recorded):
                 told.append(one)
             elif one.record.key not in self._coming:
                 # It is told when all ranks have what they need of it.
                 self._coming[one.record.key] = one.record, set()
-                if self.own and not self.hub:
+                if not self._leads:
                     self.own.fetch(one.record)
         for rank, (_, fetched, _, asked, _) in enumerate(every):
             requests |= asked
-            arrived = [self._arrived(key, rank, is_there) for key, is_there in fetched.items()]
-            told += filter(None, arrived)
+            for key, is_there in fetched.items():
+                if key not in self._coming:
+                    # It was fetched twice.
+                    self._payloads.pop(key, None)
+                    continue
+                record, there = self._coming[key]
+                there.add(rank)
+                if not is_there or len(there) == self._ranks.size:
+                    del self._coming[key]
+                    blobs = self._payloads.pop(key, None)
+                    told.append(Recorded(record, blobs if is_there else None))
         return told, every[0][2], requests, sum(samples for *_, samples in every)
 
     def _listen(self) -> tuple[list[Any], dict[str, bool], float]:
         """Returns what this rank has heard: events at the first one, and which records it has fetched payloads for."""
-        told: list[Any] = []
-        fetched = dict[str, Mapping[str, Bytes] | None]()
-        for one in self.own.events() if self.own else ():
+        told, fetched = list[Any](), dict[str, bool]()
+        for one in self.own.events():
             if isinstance(one, Recorded):
-                fetched[one.record.key] = one.blobs
+                fetched[one.record.key] = one.blobs is not None
+                if one.blobs is not None:
+                    self._payloads[one.record.key] = one.blobs
                 one = Recorded(one.record, None)
             told.append((type(one).__name__, plain(one)))
-        self._payloads.update((key, blobs) for key, blobs in fetched.items() if blobs is not None)
-        is_there = {key: blobs is not None for key, blobs in fetched.items()}
-        return told, is_there, self.hub.now() if self.hub else 0.0
-
-    def _arrived(self, key: str, rank: int, is_there: bool) -> Recorded | None:
-        """Hears that a rank has what it needs for a record, or that some of it is gone; returns what is told of it."""
-        if key not in self._coming:
-            # It was fetched twice.
-            self._payloads.pop(key, None)
-            return None
-        record, there = self._coming[key]
-        there.add(rank)
-        if is_there and len(there) < self._ranks.size:
-            return None
-        del self._coming[key]
-        blobs = self._payloads.pop(key, None)
-        return Recorded(record, blobs if is_there else None)
+        return told, fetched, self.own.now()
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
         """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
         if not pending:
             return ()
-        ready: Collection[int] = self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0]
-        return ready
-
-    def wait(self, timeout: float) -> None:
-        if self.hub:
-            self.hub.wait(timeout)
-
-    def beat(self, follower: Follower) -> None:
-        if self.hub:
-            self.hub.beat(follower)
-        elif self.own:
-            self.own.keep(follower.outstanding())
-
-    def close(self) -> None:
-        if self.hub:
-            self.hub.leave()
-        if self.own:
-            self.own.close()
+        return set(self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0])
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
@@ -203,11 +168,7 @@ def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping
 
 @dataclass
 class Launched:
-    """Holds a launch that is being encoded, or has been sent, until it has landed."""
-
     flight: Flight
-    begun: Contribution
-    pending: Pending[Encoded]
     encoded: Encoded | None = None
 
 
@@ -215,16 +176,10 @@ class FederatedWorld:
     """Launches and lands as the records of a federation say; see [Note: how a site uses its connection]."""
 
     def __init__(
-        self,
-        rounds: Rounds,
-        topology: Topology,
-        connection: SharedConnection,
-        follower: Follower,
-        arithmetic: SiteArithmetic,
-        waits: bool = True,
+        self, rounds: Rounds, topology: Topology, connection: SharedConnection, follower: Follower, waits: bool
     ) -> None:
-        self._rounds, self._topology = rounds, topology
-        self._connection, self.follower, self._arithmetic, self._waits = connection, follower, arithmetic, waits
+        self._rounds, self._topology, self._arithmetic = rounds, topology, SiteArithmetic(rounds, topology)
+        self._connection, self.follower, self._waits = connection, follower, waits
         self._launched: dict[int, Launched] = {}
         # Records that are being applied, and the payloads of those that came.
         self._applied: dict[int, tuple[Record, Pending[Stepped]]] = {}
@@ -251,7 +206,7 @@ class FederatedWorld:
             landed = next(self._land_ready(step), None)
             self._look_after()
             if landed is None:
-                self._connection.wait(_MOMENT)
+                self._connection.own.wait(_MOMENT)
             self.hear()
 
     def trained(self, micro_batches: int, samples: int) -> None:
@@ -263,8 +218,7 @@ class FederatedWorld:
         """Launches what is due. What a rank requests all ranks hear at once."""
         self.requested = self.hear(self._rounds.take_requests())
         for call in self.follower.skips():
-            if self._connection.hub:
-                self._connection.hub.skip(call)
+            self._connection.own.skip(call)
         due = self.follower.launches(step)
         if due:
             self._rounds.require_coverage()
@@ -276,34 +230,33 @@ class FederatedWorld:
             launch = launch._replace(
                 travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
             )
-            if self._connection.own:
-                self._rounds.link.note(self._connection.own.sends_bytes_per_s)
+            self._rounds.link.note(self._connection.own.sends_bytes_per_s)
             self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
         self._send()
         return len(due)
 
     def _launch(self, launch: Launch, begun: Contribution, launched: Span) -> None:
-        pending = _in_background(self._rounds.background, lambda: self._arithmetic.encode(launch, begun))
-        flight = Flight(launch, pending, launched)
-        self._launched[launch.fragment] = Launched(flight, begun, pending)
-        self._rounds.flights.append(flight)
+        pending = self._in_background(lambda: self._arithmetic.encode(launch, begun))
+        self._launched[launch.fragment] = Launched(Flight(launch, pending, launched))
+        self._rounds.flights.append(self._launched[launch.fragment].flight)
+
+    def _in_background(self, work: Callable[[], Any]) -> Pending[Any]:
+        def in_one_stage() -> Work[Any]:
+            yield from ()
+            return work()
+
+        return self._rounds.background.start(in_one_stage())
 
     def _send(self, wait: bool = False) -> None:
-        encoding = {index: one.pending for index, one in self._launched.items() if one.encoded is None}
+        encoding: dict[int, Pending[Any]] = {
+            index: one.flight.pending for index, one in self._launched.items() if one.encoded is None
+        }
         for index in encoding if wait else self._connection.ready(encoding):
-            launched = self._launched[index]
-            launched.encoded = encoded = launched.pending.result()
-            sent = replace(
-                launched.begun,
-                digest=encoded.digest,
-                payloads=encoded.payloads,
-                finite=encoded.finite,
-                norm_squared=encoded.norm_squared,
-            )
-            own = self.follower.fragments[index].flight
+            self._launched[index].encoded = encoded = encoding[index].result()
+            own, sent = self.follower.fragments[index].flight, encoded.sent
             # A launch of before the checkpoint is complete already.
             complete = sent if own is not None and own.own == sent else self.follower.complete(sent)
-            if complete is not None and self._connection.own:
+            if complete is not None:
                 self._connection.own.contribute(complete, encoded.blobs)
         self._drop_landed()
 
@@ -316,7 +269,7 @@ class FederatedWorld:
         yield from self._land_ready(step)
         began = time.perf_counter()
         while self._waits and (longest := self.follower.waits(step, self._now)) > 0.0:
-            self._connection.wait(min(_MOMENT, longest))
+            self._connection.own.wait(min(_MOMENT, longest))
             self.hear()
             yield from self._land_ready(step, (began, time.perf_counter()))
         self._look_after()
@@ -338,7 +291,7 @@ class FederatedWorld:
             yield from self._land_ready(step)
             self._look_after()
             if not self.follower.finished:
-                self._connection.wait(_MOMENT)
+                self._connection.own.wait(_MOMENT)
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
@@ -348,14 +301,15 @@ class FederatedWorld:
     def close(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._connection.beat(self.follower)
-            self._connection.close()
+            self._connection.own.beat(self.follower)
+            self._connection.own.leave()
+            self._connection.own.close()
 
     def _look_after(self) -> None:
         self._send()
-        if self._connection.hub and self.follower.reachable and self.follower.wants_state:
-            self._connection.hub.ask(self._refused)
-        self._connection.beat(self.follower)
+        if self.follower.reachable and self.follower.wants_state:
+            self._connection.own.ask(self._refused)
+        self._connection.own.beat(self.follower)
 
     # Landing
 
@@ -374,7 +328,7 @@ class FederatedWorld:
                     blobs, before = self._blobs[record.key], self._rounds.fragments[own.fragment].outer
                     encoded = launched.encoded if launched else None
                     work = partial(self._arithmetic.apply, record, blobs, before, encoded)
-                    self._applied[own.fragment] = record, _in_background(self._rounds.background, work)
+                    self._applied[own.fragment] = record, self._in_background(work)
             due = {}
             for record in self.follower.due(step):
                 applied = self._applied.get(record.fragment)
@@ -392,7 +346,7 @@ class FederatedWorld:
     def _land(self, record: Record, stepped: Stepped, step: int, wait: Span | None) -> Landing | None:
         arrived = time.perf_counter()
         fragment, launched = self._rounds.fragments[record.fragment], self._launched.get(record.fragment)
-        was_finite = launched is None or launched.encoded is None or launched.encoded.finite
+        was_finite = launched is None or launched.encoded is None or launched.encoded.sent.finite
         landing = self.follower.land(record, stepped.before, stepped.after)
         del self._applied[record.fragment]
         self._blobs.pop(record.key, None)
@@ -451,7 +405,8 @@ class FederatedWorld:
     def hear(self, requests: int = 0) -> int:
         """Takes what the connection has heard since the last time; says hello before."""
         if not self._has_said_hello:
-            self._say_hello()
+            self._has_said_hello = True
+            self._connection.own.hello(self.follower)
         told, self._now, requests, samples = self._connection.heard(requests, self._samples)
         if self._has_trained:
             self.follower.trained(samples)
@@ -465,7 +420,13 @@ class FederatedWorld:
                     if self._is_alone:
                         _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
                     self._is_alone, self._waits_for = False, ""
-                    self._begin_as_founded(event.anchor)
+                    anchor, fragments = event.anchor, self.follower.fragments
+                    begins = all(own.digest is None for own in fragments)
+                    if begins and anchor and not any(position.round for position in anchor.applied):
+                        # At round 0 it has what the run was founded on, where its values are the same.
+                        digests = self.digests()
+                        if list(anchor.digests) == digests:
+                            self.follower.found(digests)
                 case Called():
                     self.follower.hear(event.call)
                 case Recorded():
@@ -474,9 +435,8 @@ class FederatedWorld:
                     if event.blobs is not None and event.record.round > own.applied.round:
                         self._blobs[event.record.key] = event.blobs
                 case StateWanted():
-                    given = self._given(event.founding)
-                    if given and self._connection.hub:
-                        self._connection.hub.give(event.request, *given)
+                    if given := self._given(event.founding):
+                        self._connection.own.give(event.request, *given)
                 case StateArrived():
                     self._adopt(event)
                 case Lost():
@@ -493,27 +453,12 @@ class FederatedWorld:
                         _log.warning("Site %s waits: %s", self.follower.site, event.why)
         return requests
 
-    def _say_hello(self) -> None:
-        self._has_said_hello = True
-        if self._connection.hub:
-            self._connection.hub.hello(self.follower)
-
     # Outer states on their way between sites; in-group collectives, between landings
 
     def digests(self, values: Sequence[Tensor] | None = None) -> list[int]:
         fragments = self._rounds.fragments
         values = [own.outer.values for own in fragments] if values is None else values
         return digests_of(values, [own.layout.start for own in fragments], self._topology.in_site)
-
-    def _begin_as_founded(self, anchor: StateHeader | None) -> None:
-        """Begins at round 0 with what this site has, where the run was founded on the same values."""
-        if anchor is None or any(position.round for position in anchor.applied):
-            return
-        if any(own.digest is not None for own in self.follower.fragments):
-            return
-        digests = self.digests()
-        if list(anchor.digests) == digests:
-            self.follower.found(digests)
 
     def _given(self, founding: bool) -> tuple[StateHeader, list[bytes]] | None:
         """Returns the state of this site, if it follows, or founds the run."""
@@ -559,25 +504,21 @@ class FederatedWorld:
             return
         self._rounds.reshard()
         for index, landing in landings.items():
-            self._take_over(fragments[index], *came[index], landing)
+            fragment, in_group = fragments[index], self._topology.in_group
+            before = fragment.gathered(in_group)
+            fragment.start_from(*came[index])
+            after = fragment.gathered(in_group)
             self._applied.pop(index, None)
+            if landing is MergeAction.CARRY:
+                fragment.layout.shift(after - before)
+                continue
+            rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
+            fragment.layout.land(rule, [after], 0)
+            fragment.buffers.write()
+            fragment.memory = fragment.tuning = None
         self._refused.clear()
-        self._say_hello()
+        self._connection.own.hello(self.follower)
         self._drop_landed()
-
-    def _take_over(
-        self, fragment: FragmentState, outer: OuterState, buffers: Mapping[str, Tensor], landing: MergeAction
-    ) -> None:
-        before = fragment.gathered(self._topology.in_group)
-        fragment.start_from(outer, buffers)
-        after = fragment.gathered(self._topology.in_group)
-        if landing is MergeAction.CARRY:
-            fragment.layout.shift(after - before)
-            return
-        rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
-        fragment.layout.land(rule, [after], 0)
-        fragment.buffers.write()
-        fragment.memory = fragment.tuning = None
 
     # Checkpoints
 
@@ -610,11 +551,3 @@ class FederatedWorld:
         self._send(wait=True)
         self._has_said_hello = False
         self.hear()
-
-
-def _in_background(background: Background, work: Callable[[], Any]) -> Pending[Any]:
-    def in_one_stage() -> Work[Any]:
-        yield from ()
-        return work()
-
-    return background.start(in_one_stage())

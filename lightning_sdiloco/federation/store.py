@@ -1,48 +1,196 @@
-"""Where a hub keeps payloads and states: files named by their digest, whole and synced before anyone sees them."""
+"""What a hub must not forget: a ledger in one SQLite file, and blobs, whole and synced before anyone sees them."""
 
 import contextlib
 import errno
 import hashlib
 import os
 import secrets
+import sqlite3
+import struct
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_sdiloco.errors import Malformed
+from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.wire import (
     CHUNK,
     MAX_BLOB,
+    MAX_RECORD,
     Altered,
+    HubError,
     Missing,
     NoSpace,
     checked_key,
     checked_size,
 )
 
+_HEAD = 100  # bytes that SQLite keeps for itself at the beginning of a file
+_APPLICATION = 0x5D110C0  # says in the head of the file whose it is
+_VERSION = 1
+_TABLES = """
+    create table records (seq integer primary key, record blob not null, chain blob not null);
+    create table notes (name text primary key, value blob not null) without rowid;
+"""
+
+
+MEMORY = ":memory:"  # in place of a path: a ledger that nobody needs later
+
+
+class LedgerError(HubError):
+    """The file of a ledger cannot be used: it was truncated, altered, made by something else, or is in use."""
+
+
+class SQLiteLedger:
+    """Records with their numbers, and notes: what a hub has to know when it starts again."""
+
+    def __init__(self, path: str | Path, must_exist: bool = False) -> None:
+        self.path = Path(path)
+        self._lock = threading.Lock()
+        if path != MEMORY:
+            if self.path.exists():
+                self._check_head()
+            elif must_exist:
+                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
+            else:
+                _make(self.path)
+        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
+        try:
+            if path == MEMORY:
+                self._database.executescript(_TABLES)
+            for pragma in ("locking_mode = exclusive", "journal_mode = wal", "synchronous = full"):
+                self._database.execute(f"pragma {pragma}").fetchall()
+            found = self._database.execute("pragma integrity_check").fetchone()[0]
+            if found != "ok":
+                raise sqlite3.DatabaseError(found)
+            self._verify()
+        except (sqlite3.Error, LedgerError) as error:
+            self._database.close()
+            in_use = "locked" in str(error)
+            if isinstance(error, LedgerError):
+                raise
+            raise self._unusable("another process has it open" if in_use else str(error)) from error
+
+    def _check_head(self) -> None:
+        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
+        with self.path.open("rb") as file:
+            head = file.read(_HEAD)
+        if len(head) < _HEAD:
+            raise self._unusable("it is empty, or was truncated")
+        if not head.startswith(b"SQLite format 3\0"):
+            raise self._unusable("it is no database")
+        (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
+        if (application, version) != (_APPLICATION, _VERSION):
+            raise self._unusable("it is a database of something else, or of another version")
+
+    def _verify(self) -> None:
+        """Finds the last record, and the digest of all, each with its number, in their order."""
+        self.last, self.chain = -1, b""
+        for seq, record, stored in self._database.execute("select seq, record, chain from records order by seq"):
+            chain = _chained(self.chain, seq, record) if isinstance(record, bytes) else b""
+            if seq != self.last + 1 or chain != stored:
+                raise self._unusable(f"record {self.last + 1} has been altered, or is missing")
+            self.last, self.chain = seq, chain
+
+    def append(self, seq: int, record: Bytes, notes: Mapping[str, Bytes | None] | None = None) -> None:
+        """Writes a record, which must be the next one, and notes with it."""
+        checked_size(len(record), MAX_RECORD, "record")
+        with self._lock:
+            if seq != self.last + 1:
+                raise Refused(f"record {seq} does not follow: the ledger has {self.last + 1}.")
+            chain = _chained(self.chain, seq, record)
+            self._write(("insert into records values (?, ?, ?)", (seq, bytes(record), chain)), notes or {})
+            self.last, self.chain = seq, chain
+
+    def read(self, after: int = -1) -> Iterator[tuple[int, bytes]]:
+        while True:
+            after += 1
+            with self._lock:
+                row = self._database.execute("select record from records where seq = ?", (after,)).fetchone()
+            if row is None:
+                return
+            yield after, bytes(row[0])
+
+    def note(self, notes: Mapping[str, Bytes | None]) -> None:
+        """Notes values under names, durably: all of them or none. A value of None deletes the note."""
+        with self._lock:
+            self._write(None, notes)
+
+    def notes(self, prefix: str = "") -> dict[str, bytes]:
+        with self._lock:
+            rows = self._database.execute(
+                "select name, value from notes where substr(name, 1, ?) = ? order by name", (len(prefix), prefix)
+            ).fetchall()
+        return {name: bytes(value) for name, value in rows}
+
+    def cut(self, count: int, notes: Mapping[str, Bytes | None]) -> None:
+        """Drops all but the first records for good, and notes what changes with it, both or neither."""
+        with self._lock:
+            self._write(("delete from records where seq >= ?", (count,)), notes)
+            self._verify()
+
+    def close(self) -> None:
+        with self._lock:
+            self._database.close()
+
+    def _write(self, change: tuple[str, tuple[object, ...]] | None, notes: Mapping[str, Bytes | None]) -> None:
+        try:
+            with self._database:  # commits, or rolls back
+                self._database.execute("begin immediate")
+                if change:
+                    self._database.execute(*change)
+                for name, value in notes.items():
+                    if value is None:
+                        self._database.execute("delete from notes where name = ?", (name,))
+                    else:
+                        self._database.execute("insert or replace into notes values (?, ?)", (name, bytes(value)))
+        except sqlite3.Error as error:
+            if "full" in str(error):
+                raise NoSpace(f"there is no space left for the ledger {self.path}: nothing was written.") from error
+            raise self._unusable(str(error)) from error
+
+    def _unusable(self, reason: str) -> LedgerError:
+        return LedgerError(
+            f"The ledger {self.path} cannot be used: {reason}. Nothing of it was changed. Give the path of the ledger "
+            "of this run, or a copy of it that is whole; a new one is made where there is no file."
+        )
+
+
+def _make(path: Path) -> None:
+    new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        with contextlib.closing(sqlite3.connect(new, isolation_level=None)) as database:
+            database.executescript(
+                f"begin; {_TABLES} pragma application_id = {_APPLICATION}; pragma user_version = {_VERSION}; commit;"
+            )
+        new.chmod(0o600)
+        new.rename(path)
+        sync_folder(path.parent)
+    except (OSError, sqlite3.Error) as error:
+        new.unlink(missing_ok=True)
+        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
+
+
+def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
+    return hashlib.sha256(chain + seq.to_bytes(8, "big") + bytes(record)).digest()
+
+
+# Blobs
+
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Bytes after which what has arrived is sent on to the disk, so that the end of a blob does not wait for all of it.
-_SYNC_EVERY = 32 << 20
 _MOST_RANGES = 256  # into which what has arrived of a blob may be torn
 
-Ranges = list[list[int]]
-"""Bytes of a blob, as pairs of the first and the one after the last, in order and apart."""
+Ranges = list[list[int]]  # of a blob: pairs of the first byte and the one after the last, in order and apart
 
 
 def united(ranges: Ranges, start: int, end: int) -> Ranges:
-    """Returns ranges with one more.
-
-    Examples:
-        >>> united([[0, 2], [5, 6]], 2, 4), united([[0, 2], [5, 6]], 1, 5)
-        ([[0, 4], [5, 6]], [[0, 6]])
-    """
+    """Returns ranges with one more: of 0 to 2 and 5 to 6, with 1 to 5, come 0 to 6."""
     whole: Ranges = []
     for first, last in sorted([*ranges, [start, end]]):
         if whole and first <= whole[-1][1]:
@@ -53,12 +201,7 @@ def united(ranges: Ranges, start: int, end: int) -> Ranges:
 
 
 def lacking(ranges: Ranges, size: int) -> Ranges:
-    """Returns what ranges leave of a blob.
-
-    Examples:
-        >>> lacking([[0, 2], [5, 6]], 9), lacking([], 0)
-        ([[2, 5], [6, 9]], [])
-    """
+    """Returns what ranges leave of a blob."""
     ends = [0, *(last for _, last in ranges)]
     return [[a, b] for a, b in zip(ends, [*(first for first, _ in ranges), size], strict=True) if a < b]
 
@@ -175,7 +318,6 @@ class Upload:
         self._store = store
         self._path = store.spool / f"{key}.{secrets.token_hex(8)}"
         self._there: Ranges = []
-        self._unsynced = 0
         self._given_up = self._committed = False
         self._lock, self._committing = threading.Lock(), threading.Lock()
         with _telling_full_disks(store.spool):
@@ -191,23 +333,17 @@ class Upload:
         end = start + len(data)
         if not data or end > self.size:
             raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {self.size:,} bytes.")
-        with _telling_full_disks(self._store.spool):
-            with self._lock:
-                there = united(self._there, start, end)
-                if len(there) > _MOST_RANGES:
-                    raise Malformed("a blob comes in parts, each without a gap.")
-                if there != self._there:  # what comes again changes nothing
-                    view, at = memoryview(data), start
-                    while len(view):
-                        written = os.pwrite(self._handle(), view, at)
-                        view, at = view[written:], at + written
-                    self._there = there
-                    self._unsynced += len(data)
-                complete, syncs = not self.missing, self._unsynced >= _SYNC_EVERY
-                self._unsynced = 0 if syncs else self._unsynced
-            if syncs:
-                os.fsync(self._handle())
-        return complete
+        with _telling_full_disks(self._store.spool), self._lock:
+            there = united(self._there, start, end)
+            if len(there) > _MOST_RANGES:
+                raise Malformed("a blob comes in parts, each without a gap.")
+            if there != self._there:  # what comes again changes nothing
+                view, at = memoryview(data), start
+                while len(view):
+                    written = os.pwrite(self._handle(), view, at)
+                    view, at = view[written:], at + written
+                self._there = there
+            return not self.missing
 
     @property
     def missing(self) -> Ranges:

@@ -38,18 +38,7 @@ class Way(NamedTuple):
 
 
 def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, steps: int, step_time: float) -> Waits:
-    """Plays rounds in which every site sends as it always does, until a quorum that learns has learned.
-
-    A round has so many inner steps, of ``step_time`` seconds each, after which a site sends ``payload`` bytes.
-
-    Examples:
-        >>> from lightning_sdiloco.federation.quorum import All
-        >>> from lightning_sdiloco.planning.link import Link
-        >>> ways = {name: Way(Link(gbit_s=1.0), delay) for name, delay in (("a", 0.0), ("b", 0.0), ("c", 8.0))}
-        >>> told = waits(All(2), 3.0, ways, payload=125_000_000, steps=100, step_time=1.0)
-        >>> told.usual.counted, told.usual.closes, told.all.closes
-        (('a', 'b'), 4.0, 9.0)
-    """
+    """Plays rounds of so many inner steps, after which every site sends, until a quorum that learns has learned."""
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(

@@ -13,14 +13,8 @@ from typing import Any
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import KEY, Bytes, decoded
 
-MAX_BLOB = 16 << 30
-"""Bytes of the largest blob, if nothing smaller is chosen."""
-
-MAX_RECORD = 128 << 10
-"""Bytes of the largest record: it names blobs, it does not hold them."""
-
-EVERYTHING = -1
-"""After which number to read, to see all records: they are numbered from 0."""
+MAX_BLOB = 16 << 30  # bytes of the largest blob, if nothing smaller is chosen
+MAX_RECORD = 128 << 10  # bytes of the largest record: it names blobs, it does not hold them
 
 
 class HubError(RuntimeError):
@@ -51,8 +45,7 @@ class Altered(HubError):
     """Bytes are not those that their digest announced."""
 
 
-Failure = HubError | Refused
-"""What a call of a hub may raise."""
+Failure = HubError | Refused  # what a call of a hub may raise
 
 
 def checked_key(key: Any) -> str:
@@ -85,15 +78,10 @@ def extra(module: str) -> ModuleType:
 
 Header = dict[str, Any]
 
-PROTOCOL = 2
-"""Version of the messages; both sides must speak the same."""
-
-CHUNK = 256 << 10
-"""Bytes of the largest piece in which blobs travel, between a header and the end of a stream."""
-
+PROTOCOL = 2  # version of the messages; both sides must speak the same
+CHUNK = 256 << 10  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
 MAX_HEADER = 64 << 10
-MAX_MESSAGE = 8 + MAX_HEADER + CHUNK
-"""Bytes of the largest message: gRPC refuses a larger one by its length, before it takes memory."""
+MAX_MESSAGE = 8 + MAX_HEADER + CHUNK  # gRPC refuses a larger one by its length, before it takes memory
 
 _LENGTH = struct.Struct(">I")
 
@@ -124,7 +112,6 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
 # gRPC
 
 SERVICE = "sdiloco.Hub"
-
 
 _WINDOW = 2 << 20
 
@@ -177,6 +164,5 @@ CODES: Mapping[type[Exception], str] = {
 """The status code of each error, and with it the error on the other side."""
 
 ERRORS: Mapping[str, Any] = {code: error for error, code in CODES.items()}
-"""The error of each status code."""
 
 AWAY = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"}

@@ -31,7 +31,7 @@ from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.charter import ChosenQuorum
 from lightning_sdiloco.federation.client import hub_addresses
-from lightning_sdiloco.federation.keys import bundle_at
+from lightning_sdiloco.federation.keys import load
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
 from lightning_sdiloco.launch.reachability import (
     BrokenConnection,
@@ -464,7 +464,7 @@ def _of_way(
     told = "none: whoever is on the way can read and change everything (--insecure)"
     if options.keys is not None:
         try:
-            bundle = bundle_at(options.keys)
+            bundle = load(options.keys)
         except ValueError as refusal:
             yield Finding("wrong", "keys", str(refusal))
             return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_sdiloco.federation.client import HubClient
-from lightning_sdiloco.federation.keys import Role, bundle_at
+from lightning_sdiloco.federation.keys import Role, load
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.wire import HubError
 
@@ -95,7 +95,7 @@ class HubOptions:
             raise ValueError("Say where the hub is: --hub ADDRESS:PORT.")
         name, run = str(role), self.run
         if self.keys is not None and not self.insecure:
-            who = bundle_at(self.keys).identity
+            who = load(self.keys).identity
             name, run = who.name, run or who.run
         if run is None:
             raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")

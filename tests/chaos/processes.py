@@ -30,10 +30,11 @@ from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
-from lightning_sdiloco.federation.journal import History
-from lightning_sdiloco.federation.messages import Hello, Record
+from lightning_sdiloco.federation.keys import Peer
+from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.store import SQLiteLedger
 from tests.chaos.notes import Notebook
 from tests.large.models import FEATURES, TARGETS, wide
 
@@ -249,16 +250,18 @@ def serve(sites: int, place: Place) -> None:
     notebook = place.enter("hub")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
 
-    def hello(_: Coordinator, said: Hello, *more: Any) -> None:
-        notebook.write("hello", site=said.site, life=said.life)
+    def hello(_: Coordinator, peer: Peer, *more: Any) -> None:
+        if peer.role == "site":
+            notebook.write("hello", site=peer.name, life=peer.life)
 
-    def append(_: Any, self: History, record: Record) -> None:
+    def append(_: Any, self: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
+        record = Record.from_bytes(text)
         # Once it is durable: who is killed before closes the round anew.
         counted = [[own.site, own.life, own.weight] for own in record.counted]
         notebook.write("append", fragment=record.fragment, round=record.round, key=record.key, counted=counted)
 
     watch(Coordinator, "hello", before=hello)
-    watch(History, "append", after=append)
+    watch(SQLiteLedger, "append", after=append)
     port = place.hub.rpartition(":")[2]
     ledger, keys = place.folder / "hub.sqlite", place.folder / "keys"
     service = HubService(RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys)

@@ -3,7 +3,7 @@
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -215,7 +215,8 @@ class ScriptedSite:
         exact = self.follower.fragments[p].is_last(self.follower.terms)
         payload = (gradient if exact else rounded(gradient)).tobytes()
         named, finite = (Payload(key_of(payload), len(payload)),), bool(np.isfinite(gradient).all())
-        sent = self.follower.launch(p, self.at, part.values.digest, named, finite)
+        begun = self.follower.begin(p, self.at)
+        sent = self.follower.complete(replace(begun, digest=part.values.digest, payloads=named, finite=finite))
         if sent is None:
             part.held = []
             return

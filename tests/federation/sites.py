@@ -18,12 +18,20 @@ from lightning_sdiloco import Federation, StreamingDiLoCo
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import InlineBackground
+from lightning_sdiloco.federation.client import InProcessClient
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.memory import InProcessHub
-from lightning_sdiloco.federation.messages import Record
-from lightning_sdiloco.federation.remote import payloads_of
+from lightning_sdiloco.federation.messages import Event, Record
+from lightning_sdiloco.federation.remote import HubConnection
 from tests.training import inner_optimizer, mlp, train_step
 
 STEP, PATIENCE = 0.1, 60.0
+
+
+def lose(client: Any) -> None:
+    """Breaks off; the next hello connects again. What was told before is there to be heard."""
+    client.leave()
+    client._connection.hear(Event("lost", {"why": "the link is cut"}))
 
 
 class VirtualHub(InProcessHub):
@@ -32,6 +40,13 @@ class VirtualHub(InProcessHub):
     def __init__(self, sites: int) -> None:
         self.now = 0.0
         super().__init__("run", sites, clock=lambda: self.now, sleep=self.passes)
+
+    def restart(self) -> None:
+        """Dies, and starts again from what is durable; all connections are lost meanwhile, and made again."""
+        for client in list(self.clients.values()):
+            lose(client)
+        self.coordinator = Coordinator("run", self.journal, self.store, None, self.clock)
+        self.coordinator.start(self.tell)
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
@@ -63,12 +78,8 @@ class Site:
         made: list[Any] = []
 
         class Here(Federation):
-            def connect(self, ranks: int = 1) -> Any:
-                made.append(hub.connect(f"s{index}", payloads_of(0, ranks)))
-                return made[0]
-
-            def connect_shards(self, rank: int, ranks: int, life: str) -> Any:
-                made.append(hub.connect_shards(f"s{index}", payloads_of(rank, ranks)))
+            def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> Any:
+                made.append(HubConnection(InProcessClient(hub, f"s{index}", life=life), rank, ranks))
                 return made[0]
 
         terms = {"late": "carry", "grace": 1.0, "lease": 2.0}
@@ -99,7 +110,7 @@ class Site:
         return [*self.outer(), self.local()]
 
     def die(self) -> None:
-        self.connection.lose("the link is cut")
+        lose(self.connection._client)
 
     def mended(self) -> None:
         self.connection.hello(self.world.follower)

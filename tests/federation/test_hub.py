@@ -19,6 +19,7 @@ from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower
+from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import (
     Contribution,
@@ -27,7 +28,7 @@ from lightning_sdiloco.federation.messages import (
     Record,
     Recorded,
 )
-from lightning_sdiloco.federation.remote import HubConnection, HubShards, payloads_of
+from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.wire import CHUNK, HubUnreachable
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
 from tests.federation.scripted import RUN, charter
@@ -125,7 +126,7 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
         (lambda: stranger.call("contribute", {}, b"{}"), "contribution lacks"),
         (lambda: stranger.call("contribute", {}, b"\xff" * 99), "no JSON"),
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
-        (lambda: stranger.call("state", {"without": 3}), "whose states were refused"),
+        (lambda: stranger.call("state", {"without": 3}), "without is no list"),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
         # Nor what another one says: its hello, its sign of life, its contribution.
         (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks for itself"),
@@ -216,7 +217,7 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     # records before that none were of use. One or two more on a machine that is busy.
     assert chain.length <= 7
     before, welcomes = joiner.rounds, joiner.welcomes
-    world.service.coordinator.gone("b", joiner.connection.life)
+    world.service.coordinator.gone(Peer("site", "b", joiner.connection.life))
     del world.sites["b"]
     world.more(1)
     chain = Chain(joiner.connection)
@@ -268,7 +269,7 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
     until(lambda: world.service.status()["sites"]["b"]["state"] == "gone")
     coordinator, hellos = world.service.coordinator, list[str]()
     hello = coordinator.hello
-    coordinator.hello = lambda said, brought: (hellos.append(said.site), hello(said, brought))[1]
+    coordinator.hello = lambda peer, about: (hellos.append(peer.name), hello(peer, about))[1]
     second.connection = again = world.connect("b")
     second.follower.life = again.life
     again.agree(charter(TERMS))
@@ -289,11 +290,11 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
 ) -> None:
     world.start(sites=1)
     hub = f"127.0.0.1:{world.port}"
-    first = world.connect("a", wanted=payloads_of(0, 2))
+    first = world.connect("a", ranks=2)
     clients = [HubClient(hub, RUN, "a", keys, channels=2, life=first.life) for _ in range(2)]
-    others = [HubShards(client, payloads_of(1, 2)) for client in clients]
+    others = [HubConnection(client, 1, 2) for client in clients]
     world.open += others
-    site, history = joined(first), world.service.coordinator.history
+    site, coordinator = joined(first), world.service.coordinator
     until(lambda: site.hear() or site.follower.follows)
     first.beat(site.follower)
     for shards in others:
@@ -303,16 +304,16 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     halves = b"one half of it", b"the other half"
     payloads = tuple(Payload(key_of(half), len(half)) for half in halves)
     assert site.follower.launches(8) == [0]
-    own = site.follower.launch(0, 8, site.digests()[0], payloads)
+    own = site.follower.complete(replace(site.follower.begin(0, 8), digest=site.digests()[0], payloads=payloads))
     assert own is not None
     first.contribute(own, {payloads[0].key: halves[0]})
-    until(lambda: history.holds(payloads[:1]))
+    until(lambda: coordinator.holds(payloads[:1]))
     time.sleep(0.2)
-    assert world.service.coordinator.ledger.members["a"].connected
-    assert not list(history.journal.read())
+    assert coordinator.ledger.members["a"].connected
+    assert not list(coordinator.journal.read())
     others[0].contribute(own, {payloads[1].key: halves[1]})
     until(lambda: site.hear() or site.blobs)
-    (record,) = [Record.from_bytes(text) for _, text in history.journal.read()]
+    (record,) = [Record.from_bytes(text) for _, text in coordinator.journal.read()]
     assert [one.payloads for one in record.counted] == [payloads]
     # The first rank has fetched nothing of the other one, and the other one, started anew, its own half alone.
     assert site.blobs == {record.key: {payloads[0].key: halves[0]}}
@@ -325,10 +326,10 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     assert min(rates[:2]) > 0 == rates[2]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    lost = HubShards(HubClient(f"127.0.0.1:{port}", RUN, "a", keys))
+    lost = HubConnection(HubClient(f"127.0.0.1:{port}", RUN, "a", keys))
     world.open.append(lost)
     with pytest.raises(ExchangeError, match="Every rank of a site speaks with the hub itself"):
-        lost.reach(timeout=0.0)
+        lost.reach(seconds=0.0)
 
 
 # What a hub needs

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from lightning_sdiloco.errors import AgreementError, ExchangeError, Malformed, R
 from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
-from lightning_sdiloco.federation.journal import MEMORY, History, Quorums, SQLiteLedger
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import (
@@ -27,8 +27,7 @@ from lightning_sdiloco.federation.messages import (
     Timing,
     Welcome,
 )
-from lightning_sdiloco.federation.quorum import All, chosen
-from lightning_sdiloco.federation.store import InMemoryStore
+from lightning_sdiloco.federation.quorum import All, built_in, chosen, imported
 from tests.own_quorum import Core
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
@@ -217,10 +216,6 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
     for damaged in ([second], [first, replace(second, previous=CHARTER)], [first, first]):
         with pytest.raises(AgreementError, match="does not follow on"):
             Ledger(TERMS, CHARTER, 0.0, damaged)
-    journal = SQLiteLedger(MEMORY)
-    journal.append(0, second.to_bytes())
-    with pytest.raises(AgreementError, match="two hubs serve this run"):
-        History(journal, InMemoryStore()).append(first)
 
 
 def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_anchor_and_never_begins_afresh() -> None:
@@ -371,10 +366,8 @@ def test_a_quorum_stands_in_the_charter_with_its_arguments_or_is_refused() -> No
 
 def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_charter() -> None:
     hub = InProcessHub("run", 1)
-    careful, allowed = (
-        Coordinator("run", History(hub.journal, hub.store, quorums), 1)
-        for quorums in (Quorums(), Quorums(CORE.class_path))
-    )
+    named = partial(built_in, named=CORE.class_path)
+    careful, allowed = (Coordinator("run", hub.journal, hub.store, 1, find_quorum=find) for find in (built_in, named))
     for quorum, words in (
         (CORE, r"tests\.own_quorum\.Core\(core=\['a', 'b'\]\).* sdiloco hub --quorum tests"),
         (replace(CORE, class_path="os.system"), "cannot be had here"),
@@ -384,7 +377,7 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
             careful.agree("a", charter_of(quorum))
     for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "no Quorum")):
         with pytest.raises(ValueError, match=words):
-            Quorums(path)
+            imported(path)
     core = Core(["a", "b"])
     for own, quorum, made in (
         (careful, BACKUP, DynamicBackup()),
@@ -393,12 +386,16 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
     ):
         assert own.agree("a", charter_of(quorum)) == charter_of(quorum)
         hub.journal.note({"charter": charter_of(quorum).to_bytes()})
-        assert History(hub.journal, hub.store, own.history.quorums).ledger(0.0).quorum == made
+        assert Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum == made
     with pytest.raises(ValueError, match="cannot be had here"):
-        History(hub.journal, hub.store).ledger(0.0)
+        Coordinator("run", hub.journal, hub.store)
 
 
 # A site
+
+
+def launched(made: Follower, step: int, digest: int = DIGEST, **about: Any) -> Contribution | None:
+    return made.complete(replace(made.begin(0, step), digest=digest, payloads=own().payloads, **about))
 
 
 def follower(steps: int = 0, flies: bool = False) -> Follower:
@@ -408,7 +405,7 @@ def follower(steps: int = 0, flies: bool = False) -> Follower:
     made.reachable = True
     train(made, steps)
     if flies:
-        assert made.launch(0, steps, DIGEST, own().payloads) is not None
+        assert launched(made, steps) is not None
         train(made, 3)
     return made
 
@@ -422,12 +419,12 @@ def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint
     with pytest.raises(ValueError, match="checkpoint was damaged"):
         Follower(TERMS, CHARTER, "a", life(2)).load_state_dict(follower().state_dict(), [DIGEST + 1])
     made = follower(20)
-    sent = made.launch(0, 20, DIGEST, own().payloads, finite=False, norm_squared=float("nan"))
+    sent = launched(made, 20, finite=False, norm_squared=float("nan"))
     assert sent is not None
     assert sent.norm_squared == 0
     assert made.land(RECORDS[0], DIGEST, 8) is MergeAction.TAKE, "a flight that is not finite"
     made = follower(20)
-    assert made.launch(0, 20, DIGEST + 1, own().payloads) is None
+    assert launched(made, 20, digest=DIGEST + 1) is None
     assert (made.follows, made.fragments[0].steps) == (False, 0)
     made, wrong = follower(20, flies=True), record(1, own("b", digest=8))
     assert made.land(wrong, DIGEST, 9) is MergeAction.REFUSE

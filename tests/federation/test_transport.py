@@ -245,7 +245,7 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
         ({"about": [1]}, "JSON object"),
     ):
         with pytest.raises(Refused, match=told):
-            site._sent(announced(b"payload", **wrong), memoryview(b"payload"), 5)
+            site._sent(announced(b"payload", **wrong), memoryview(b"payload"))
         assert not os.listdir(Path(served.store.url) / "incomplete")
     put_call = site._method("stream_unary", "put")
     for pieces in ([b""], [bytes(CHUNK)] * 3, [bytes(CHUNK + 9)]):
@@ -255,11 +255,12 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
     flipped = bytearray(blob)
     flipped[CHUNK] ^= 1
     with pytest.raises(HubError, match="not those that were announced"):
-        site._sent(announced(blob), memoryview(flipped), 10)
+        site._sent(announced(blob), memoryview(flipped))
     with pytest.raises(HubError):
         site.get(key_of(blob))
     # A size that a record says is checked before memory is taken.
-    small = served.client("site-a", max_blob=4 * CHUNK)
+    small = served.client("site-a")
+    small.max_blob = 4 * CHUNK
     key = put(small, bytes(CHUNK))
     with pytest.raises(Refused, match="too large"):
         small.get(key, 1 << 60)
@@ -355,7 +356,8 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
     assert next(slow).kind == next(quick).kind == "record"
     for session in list(hub.hub._sessions):
         if session.peer.name == "site-a":
-            session._waiting.extend([Event("filling", {})] * (MAX_EVENTS + 2))
+            for _ in range(2 * MAX_EVENTS):
+                session._waiting.put(Event("filling", {}))
     hub.hub.push(Event("more", {}))
     assert next(quick).kind == "more"
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])

@@ -42,17 +42,17 @@ def test_nothing_diverges_in_any_of_the_worlds(part: int) -> None:
 
 
 # A rule is taken out of the real ledger or follower, of the site or the hub. What is changed, as it is:
-land, launches, restored, landing = Follower.land, Progress.launches, Progress.restored, Progress.landing
+land, launches, load, landing = Follower.land, Progress.launches, Follower.load_state_dict, Progress.landing
 call, durable = Ledger._call, Durable.append
 
 
-def hasty(self: Durable, record: Record) -> None:
+def hasty(self: Durable, seq: int, record: bytes, notes: Any = None) -> None:
     hub = self.hub
-    if hub.world.random.random() < 0.9:
-        durable(self, record)
+    if not hub or hub.world.random.random() < 0.9:
+        durable(self, seq, record, notes)
         return
-    hub.tell(Event("record", {}, record.to_bytes()))
-    hub.world.judge.disks.setdefault(record.key, hub.disk)
+    hub.tell(Event("record", {}, record))
+    hub.world.judge.disks.setdefault(Record.from_bytes(record).key, hub.disk)
     hub.alive = False
     hub.world.after(0.5, hub.world.hub_starts, hub)
     raise AgreementError("it dies before the record is written")
@@ -110,9 +110,11 @@ MUTANTS: list[tuple[str, int, Any, str, Any]] = [
     (
         "a flight in a checkpoint is forgotten",
         0,
-        Progress,
-        "restored",
-        staticmethod(lambda p, saved, late: restored(p, {**saved, "flight": None}, late)),
+        Follower,
+        "load_state_dict",
+        lambda f, state, digests: load(
+            f, {"fragments": [{**own, "flight": None} for own in state["fragments"]]}, digests
+        ),
     ),
     ("a site believes any hub", 2, Progress, "learn", learn),
     ("a site leaves as soon as it has launched", 1, Follower, "finished", property(finished)),

@@ -24,11 +24,13 @@ import numpy as np
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation import coordinator, ledger
 from lightning_sdiloco.federation.charter import RETENTION, ChosenQuorum, Terms
+from lightning_sdiloco.federation.codec import encoded, key_of, plain
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
-from lightning_sdiloco.federation.journal import MEMORY, History, SQLiteLedger
+from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Ledger
 from lightning_sdiloco.federation.messages import (
+    Anchor,
     Beat,
     Call,
     Contribution,
@@ -46,7 +48,7 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
     said_in,
 )
-from lightning_sdiloco.federation.store import InMemoryStore
+from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import HubError, Missing
 from tests.federation.scripted import RUN, Part, ScriptedSite, Values, charter, first_values
 
@@ -61,7 +63,7 @@ FAULTS = (
 QUIET, ENDING, LEAST = 40.0, 40.0, 0.5
 TICK, BEAT, UNHEARD = 0.1, 0.5, 2.0
 # Times of a hub that are short beside those of the trial.
-SHORT = {"PATIENCE": 2.0, "SENDING": 2.0}
+SHORT = {"_PATIENCE": 2.0, "_SENDING": 2.0}
 
 
 @lru_cache(1 << 12)
@@ -327,7 +329,7 @@ class Disk:
     """What is durable: a journal and a store; for the judge also which trained steps its records have counted."""
 
     def __init__(self, store: InMemoryStore, is_real: bool = True) -> None:
-        self.journal, self.store, self.is_real = SQLiteLedger(MEMORY), store, is_real
+        self.journal, self.store, self.is_real = Durable(MEMORY), store, is_real
         # Each with its round, by site and fragment.
         self.counted: dict[tuple[str, int], dict[int, int]] = defaultdict(dict)
 
@@ -344,15 +346,16 @@ class Disk:
         return backup
 
 
-class Durable(History):
-    hub: "Hub"
+class Durable(SQLiteLedger):
+    hub: Any = None  # that writes to it
 
-    def append(self, record: Record) -> None:
-        hub = self.hub
-        super().append(record)
-        hub.world.judge.recorded(hub, record)
-        if hub.world.quiet_records is not None:
-            hub.world.quiet_records.append(record)
+    def append(self, seq: int, record: Any, notes: Any = None) -> None:
+        super().append(seq, record, notes)
+        if hub := self.hub:
+            made = Record.from_bytes(record)
+            hub.world.judge.recorded(hub, made)
+            if hub.world.quiet_records is not None:
+                hub.world.quiet_records.append(made)
 
 
 class Hub(Process):
@@ -365,10 +368,9 @@ class Hub(Process):
         # For the judge: when a site has beaten, which life, whether it follows, and what it has applied.
         self.beats: dict[str, tuple[float, str, bool, tuple[int, ...]]] = {}
         self.overdue: dict[int, int] = defaultdict(int)
-        self.history = Durable(disk.journal, disk.store)
-        self.history.hub = self
-        self.coordinator = Coordinator(RUN, self.history, clock=lambda: world.now)
-        self.coordinator.start(self.tell, lambda: None)
+        disk.journal.hub = self
+        self.coordinator = Coordinator(RUN, disk.journal, disk.store, clock=lambda: world.now)
+        self.coordinator.start(self.tell)
         self.acknowledged = {(p, own.site): own for p, at in self.ledger.open.items() for own in at.here.values()}
         world.after(TICK, self.ticks)
 
@@ -389,7 +391,7 @@ class Hub(Process):
             self.close()
             self.world.judge.closes(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
-                self.history.tidy(self.ledger.kept, ())
+                self.coordinator._tidy(self.ledger.kept)
         self.world.after(TICK, self.ticks)
 
     def close(self) -> None:
@@ -407,7 +409,7 @@ class Hub(Process):
         self.close()
 
     def on_hello(self, site: str, life: str, hello: Hello) -> None:
-        told = list(self.coordinator.hello(hello, lambda: self.world.charter))
+        told = list(self.coordinator.hello(Peer("site", site, life), {"hello": plain(hello)}))
         self.sessions[site] = life
         _, before, follows, _ = self.beats.get(site, (0, "", False, ()))
         applied = tuple(own.round for own in hello.applied)
@@ -418,14 +420,15 @@ class Hub(Process):
         self.world.tell(site, life, *(event for event in told if event.kind == "record"), reliably=True)
 
     def on_beat(self, site: str, life: str, beat: Beat) -> None:
-        self.coordinator.beat(beat)
+        self.coordinator.beat(Peer("site", site, life), {"beat": plain(beat)})
         self.beats[site] = (self.world.now, life, beat.follows, beat.applied)
         self.world.tell(site, life, Event("heard", {}))
 
     def on_contribute(self, site: str, life: str, own: Contribution, blobs: dict[str, bytes]) -> None:
-        self.coordinator.require_here(site, life)
         for blob in blobs.values():
-            self.coordinator.stored(site, self.disk.store.put(blob), len(blob))
+            about = {"kind": "payload"}
+            self.coordinator.admit(Peer("site", site, life), about, key_of(blob), len(blob))
+            self.coordinator.stored(Peer("site", site, life), about, self.disk.store.put(blob), len(blob))
         if self.coordinator.contribute(own, life) == "open":
             self.acknowledged[own.fragment, own.site] = own
             if own.life == life:
@@ -434,17 +437,16 @@ class Hub(Process):
                 self.beats[site] = (at, before, True, applied)
 
     def on_skip(self, site: str, life: str, call: Call) -> None:
-        self.coordinator.skip(site, life, call)
+        self.coordinator.call(Peer("site", site, life), "skip", {}, call.to_bytes())
 
     def on_leave(self, site: str, life: str) -> None:
-        self.coordinator.gone(site, life)
+        self.coordinator.gone(Peer("site", site, life))
         if site not in self.ledger.members:
             self.beats.pop(site, None)
             self.sessions.pop(site, None)
 
     def on_ask(self, site: str, life: str, without: tuple[str, ...]) -> None:
-        self.coordinator.require_here(site, life)
-        self.coordinator.ask(site, without)
+        self.coordinator.call(Peer("site", site, life), "state", {"without": list(without)}, b"")
 
     def on_give(self, site: str, life: str, request: str, header: StateHeader, parts: list[bytes]) -> None:
         named = [Payload(self.disk.store.put(part), len(part)) for part in parts]
@@ -477,7 +479,8 @@ class World:
         first = [first_values(p, self.charter.key) for p in range(self.terms.fragments)]
         parts = [(self.disk.store.put(blob), len(blob)) for blob in (pickle.dumps(tuple(own)) for own in first)]
         header = StateHeader((Position(0, self.charter.key),) * len(first), tuple(own.digest for own in first))
-        History(self.disk.journal, self.disk.store).found(self.charter, header, [Payload(*part) for part in parts])
+        anchor = encoded(plain(Anchor(header, tuple(Payload(*part) for part in parts))))
+        self.disk.journal.note({"charter": self.charter.to_bytes(), "anchor/000000": anchor})
         self.hub = Hub(self, self.disk)
         speeds = [0.15, 0.15, 0.3, random.choice([0.15, 0.6])]
         self.sites = {f"s{i}": Site(self, f"s{i}", speed, random.choice([1, 2, 4])) for i, speed in enumerate(speeds)}
@@ -640,7 +643,7 @@ class World:
                 continue
             right = able[0].digest if able else None
             for wrong in [own.site for own in round.here.values() if own.digest != right]:
-                hub.coordinator.evict(wrong)
+                hub.coordinator.call(Peer("operator", "boss", ""), "evict", {"who": wrong}, b"")
                 hub.acknowledged = {key: own for key, own in hub.acknowledged.items() if key[1] != wrong}
 
     # The run

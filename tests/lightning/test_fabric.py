@@ -16,7 +16,7 @@ from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabric
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Record
-from lightning_sdiloco.federation.remote import HubConnection, payloads_of
+from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.lightning.uneven_fits import same
@@ -115,8 +115,8 @@ def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model()
         fabric_room.Announcement = None  # type: ignore[assignment, misc]
 
         class Here(Federation):
-            def connect(self, ranks: int = 1) -> HubConnection:
-                return hub.connect("a", payloads_of(0, ranks))
+            def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> HubConnection:
+                return hub.connect("a")
 
         strategy = StreamingDiLoCoFabricStrategy(federation=Here("hub:1", "run", "a", insecure=True), **CHOICES)
         fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)

@@ -119,7 +119,7 @@ class Federation(World):
         return min(stepped[-1]["rounds"]) if stepped else 0
 
     def records(self) -> list[Record]:
-        return [Record.from_bytes(text) for _, text in self.hub.coordinator.history.journal.read()]
+        return [Record.from_bytes(text) for _, text in self.hub.coordinator.journal.read()]
 
     def lives(self, site: str) -> int:
         """How many starts of a site count."""
@@ -239,14 +239,14 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
     last = federation.folder / "b" / "last.ckpt"
     both = lambda: any(len(record.counted) == 2 for record in federation.records())  # noqa: E731
     federation.until("a checkpoint is there", lambda: both() and last.exists())
-    charter = federation.hub.coordinator.history.charter
+    charter = federation.hub.coordinator.charter
     for name in ("b", "b1"):
         federation.kill(name)
     federation.train("b", 2, is_sharded=True)
     federation.until("it counts again", lambda: federation.lives("b") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends("a", "a1", "b", "b1")
-    assert federation.hub.coordinator.history.charter == charter
+    assert federation.hub.coordinator.charter == charter
     assert all(len(shards) == 2 for shards in charter.shards)
     assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
     assert federation.lives("b") == 2

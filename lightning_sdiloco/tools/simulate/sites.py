@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from lightning_sdiloco.federation.follower import Follower
-from lightning_sdiloco.federation.memory import VirtualHub, VirtualLink, VirtualTime
+from lightning_sdiloco.federation.memory import InProcessHub, VirtualLink, VirtualTime
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Absence, step_end
@@ -92,8 +91,9 @@ def play_sites(
 ) -> FederatedRun:
     """Runs a configuration as so many sites of a federation, in threads that take turns."""
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
-    hub = VirtualHub("simulated", places.founders(count), VirtualTime(count, turns.until))
-    lives = [_Life(places, count, hub, turns, site) for site in range(count)]
+    time = VirtualTime(count, turns.until)
+    hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
+    lives = [_Life(places, count, hub, time, turns, site) for site in range(count)]
     with quiet():
         lived = turns.run([partial(life.live, configuration, choices, stepped) for life in lives])
     first = lived[0][1]
@@ -106,26 +106,31 @@ def play_sites(
 
 
 class _Life:
-    def __init__(self, places: Places, sites: int, hub: VirtualHub, turns: Turns[Any], number: int) -> None:
-        self._name, self._hub, self._number = site_name(number), hub, number
+    def __init__(
+        self, places: Places, sites: int, hub: InProcessHub, time: VirtualTime, turns: Turns[Any], number: int
+    ) -> None:
+        self._name, self._hub, self._time, self._number = site_name(number), hub, time, number
         self._times, self._ended, self._joined = list[float](), 0.0, list[int]()
         assert places.step_time is not None
         self._step_time = places.step_time / (places.speeds[number] if places.speeds else 1.0)
         self._away, self._joins_at, link = places.absences_of(number), places.joins_at(number), places.link
         line = VirtualLink(
+            time,
+            number,
+            moment=places.step_time / 10,
             latency=link.round_trip / 2 if link else 0.0,
             seconds_per_byte=8e-9 / link.gbit_s_of(HUB_CONNECTIONS) if link else 0.0,
             delay=places.delays[number] if places.delays else 0.0,
-            is_away=lambda time: any(absence.start <= time < absence.end for absence in self._away),
+            is_away=lambda now: any(absence.start <= now < absence.end for absence in self._away),
         )
-        connection = hub.connect_over(self._name, number, line, places.step_time / 10)
+        connection = hub.connect(self._name, link=line)
         topology = simulated_topologies(1, turns.until)[0]
         self._rank = SimulatedRank(topology, turns.seconds, number, sites, begins=self._begins, connection=connection)
 
     def live(
         self, configuration: Configuration, choices: Mapping[str, Any], stepped: Callable[[], None]
     ) -> tuple[Group, Run | None]:
-        time = self._hub.time
+        time = self._time
 
         def done() -> None:
             self._times.append(time.now)
@@ -141,14 +146,12 @@ class _Life:
     def _begins(self) -> None:
         """Lets the time of an inner step pass, absences included, after which it launches and lands."""
         self._joined = self._joined or self._applied()
-        now = self._hub.time.now
-        self._hub.time.passes(self._number, step_end(now, self._step_time, self._away) - now)
+        now = self._time.now
+        self._time.passes(self._number, step_end(now, self._step_time, self._away) - now)
 
     def _applied(self) -> list[int]:
         """Returns the rounds that have landed, by fragment."""
-        follower = self._rank.connection.follower
-        assert isinstance(follower, Follower), "who trains has said hello"
-        return [own.applied.round for own in follower.fragments]
+        return [round or 0 for round in self._rank.connection.applied]
 
     def told(self, group: Group, records: Sequence[Record]) -> Site:
         applied, missed, weights = self._applied(), 0, dict[int, list[int]]()
