@@ -53,6 +53,11 @@ class Batches(IterableDataset):  # type: ignore[type-arg]
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
 
 
+def batches(group: int, shard: int = 0, shards: int = 1) -> Any:
+    """A loader of the batches of a group, or of the part of each that a rank of a group of several sees."""
+    return DataLoader(Batches(group, shard, shards), batch_size=None)
+
+
 class SomeBatches:
     """The same few batches of a group in every epoch."""
 
@@ -137,15 +142,14 @@ def fit(
     inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
     trainer_choices: dict[str, Any] | None = None,
     make: Callable[..., Any] = module,
-    seed: int | None = None,
     loader: Any = None,
     validation: Any = None,
     resume: Any = None,
 ) -> Trained:
-    """Fits in this rank, whose seed is its own unless given, and returns what is worth comparing."""
+    """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
     size = world_size // groups
-    endless = DataLoader(Batches(rank // size, rank % size, size), batch_size=None)
-    model = make(distribution, inner, seed=rank if seed is None else seed)
+    endless = batches(rank // size, rank % size, size)
+    model = make(distribution, inner, seed=rank)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     runner = trainer(
         distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
@@ -173,3 +177,10 @@ def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: floa
 
     ranks = run_processes(run, world_size, timeout=timeout)
     return {name: [rank[name] for rank in ranks] for name in cases}
+
+
+def refusal(call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any) -> str:
+    """The message with which a call is refused."""
+    with pytest.raises(kind) as caught:
+        call(*args, **choices)
+    return str(caught.value)

@@ -312,3 +312,8 @@ def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_lea
     groups.step()
     groups.finish()
     assert [own.weight.tolist() for own in models] == [[2.0, 2.5, 200.5]] * 2
+
+    models = [Counted() for _ in range(2)]
+    models[1].weight.grad = torch.full((3,), torch.inf)
+    SimulatedGroups(models, warmup_steps=1).average_gradients()
+    assert not any(own.weight.grad.isfinite().any() for own in models), "not finite in one, and so in all"  # type: ignore[union-attr]

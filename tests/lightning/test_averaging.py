@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 
 from tests import fits
@@ -24,7 +25,6 @@ from tests.lightning.test_checkpoint import (
     saving,
     unequal,
 )
-from tests.lightning.test_strategy import LaunchedModel
 from tests.ranks import agreed, in_ranks
 
 DECAY = 0.6
@@ -220,7 +220,7 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the
 
 
 def test_the_main_process_gets_the_average_of_a_fit_that_ran_in_others() -> None:
-    model = LaunchedModel()
+    model = BoringModel()
     strategy = fits.strategy(start_method="fork", **CHOICES)
     fits.trainer(strategy=strategy, devices=2, max_steps=20, callbacks=[averaging()]).fit(model)
     outer = strategy.outer_state_dict()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,29 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMaxMetric
+from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
 from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.lightning.model_format import fix_bucket_order
 from tests import fits
-from tests.fits import LIGHTNING, play
-from tests.ranks import run_processes
-from tests.training import batch, mlp
+from tests.fits import LIGHTNING, refusal, since
+from tests.ranks import agreed, in_ranks, run_processes
+from tests.training import batch, inner_optimizer, mlp
 
 OTHER = "pytorch_lightning"
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
+NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
 AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO
+LATE: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]}
 Trained = dict[str, Any]
 Act = Callable[[Any], None]
 # The oldest Lightning has neither `save_on_exception` nor `fit(weights_only=...)`.
-NOT_IN_THE_OLDEST = pytest.mark.skipif(pl.__version__.startswith("2.5."), reason="Lightning has it from 2.6 on")
+not_in_the_oldest = since("2.6")
 
 
 class StatefulBatches:
@@ -71,35 +70,32 @@ class StatefulBatches:
         self.step = state["step"]
 
 
-def local(values: Any) -> Tensor:
-    """What this rank holds of a tensor."""
-    return (values.to_local() if hasattr(values, "to_local") else values).detach().clone()  # type: ignore[no-any-return]
-
-
 def held_by(module: Any) -> dict[str, Tensor]:
-    """What a module that is trained, its optimizer and its strategy hold."""
-    held = {name: local(values) for name, values in module.state_dict().items()}
+    """What a module that is trained, its optimizer and its strategy hold on this rank."""
+    held = dict(module.state_dict())
     for index, state in enumerate(module.trainer.optimizers[0].state.values()):
-        held |= {f"{index} {key}": local(values) for key, values in state.items()}
-    return held | {f"outer {name}": values for name, values in module.trainer.strategy.outer_state_dict().items()}
+        held |= {f"{index} {key}": values for key, values in state.items()}
+    local = {name: values.to_local() if hasattr(values, "to_local") else values for name, values in held.items()}
+    outer = {f"outer {name}": values for name, values in module.trainer.strategy.outer_state_dict().items()}
+    return {name: values.detach().clone() for name, values in local.items()} | outer
 
 
 def traced(
-    distribution: str = LIGHTNING, seed: int = 0, inner: str = "adamw", net: Callable[[], nn.Module] | None = None
+    distribution: str = LIGHTNING,
+    seed: int = 0,
+    inner: str = "adamw",
+    net: Callable[[], nn.Module] | None = None,
+    **members: Any,
 ) -> Any:
     """A module that keeps what it holds after every step, with dropout and BatchNorm unless another is given."""
+
+    def on_train_batch_start(self: Any, *args: Any) -> None:
+        # Before the next step, so after all that happens at the end of the one before.
+        self.trace[self.trainer.global_step] = held_by(self)
+
     torch.manual_seed(seed)
     made = nn.Sequential(*mlp(seed), nn.Dropout(0.2), nn.BatchNorm1d(3)) if net is None else net()
-    base = type(fits.module(distribution, inner, seed, made))
-
-    class Traced(base):  # type: ignore[misc, valid-type]
-        def on_train_batch_start(self, *args: Any) -> None:
-            # Before the next step, so after all that happens at the end of the one before.
-            self.trace[self.trainer.global_step] = held_by(self)
-
-    model = Traced()
-    model.trace = {}
-    return model
+    return fits.module(distribution, inner, seed, made, on_train_batch_start=on_train_batch_start, trace={}, **members)
 
 
 def run_fit(
@@ -111,31 +107,32 @@ def run_fit(
     path: Any = None,
     groups: int = 2,
     make: Callable[[str, int], Any] = traced,
+    place: tuple[int, int, int] | None = None,
     weights_only: bool | None = None,
     trainer_choices: dict[str, Any] | None = None,
+    inspect: Callable[[Any], Any] = lambda trainer: None,
     **choices: Any,
 ) -> Trained:
+    """Fits in this rank, at a place in the data: its group, its number in the group, and how many share a batch."""
     size = world_size // groups
     model = make(distribution, rank)
     strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, **choices})
     saves = any("Checkpoint" in type(callback).__name__ for callback in callbacks)
     common: dict[str, Any] = {"max_steps": steps, "callbacks": list(callbacks), "enable_checkpointing": saves}
-    chosen = {**common, **(trainer_choices or {})}
-    trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, **chosen)
+    common |= {"devices": world_size, "limit_val_batches": 0}
+    trainer = fits.trainer(distribution, strategy=strategy, **common | (trainer_choices or {}))
     torch.manual_seed(100 + rank)
-    loader = StatefulBatches(rank // size, rank % size, size, length=100)
+    loader = StatefulBatches(*(place or (rank // size, rank % size, size)), length=100)
     more = {} if weights_only is None else {"weights_only": weights_only}
     trainer.fit(model, loader, ckpt_path=path and str(path), **more)
-    held = {name: values.clone() for name, values in model.state_dict().items()}
-    return {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
+    held = {name: getattr(values, "full_tensor", values.clone)() for name, values in model.state_dict().items()}
+    kept = {"trace": model.trace, "outer": strategy.outer_state_dict(), "report": strategy.report(), "model": held}
+    return {**kept, "inspected": inspect(trainer)}
 
 
 def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
     callbacks = importlib.import_module(distribution).callbacks
     return [callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})]
-
-
-NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 
 
 def at(acts: dict[int, Act], distribution: str = LIGHTNING) -> Any:
@@ -204,35 +201,53 @@ def uninterrupted() -> list[Trained]:
 # Resuming
 
 
-def test_a_fit_resumed_from_any_step_gives_the_same_bits(tmp_path: Path, uninterrupted: list[Trained]) -> None:
-    """Also with the other distribution, and where a shorter fit had finished."""
+@in_ranks(2)
+def test_a_fit_resumed_from_any_step_gives_the_same_bits(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
+    """Also with the other distribution. A file takes its place in one step, wherever temporary files lie."""
+    plain, fit = uninterrupted[rank], partial(run_fit, rank, 2)
+    moved: list[str] = []
+
+    def commit(self: Any) -> None:
+        moved.append(self.path)
+        original(self)
+
+    # Lightning writes to the temporary folder and moves, which is a copy if that is another file system.
+    original, LocalFileOpener.commit = LocalFileOpener.commit, commit
     # 5: before any flight; 11: two fragments in flight; 13: just landed; 16: launched again.
-    steps, finished = (5, 11, 13, 16), tmp_path / "finished" / "step=14.ckpt"
-    ranks = play(
-        2,
-        {
-            "saved": partial(run_fit, callbacks=[at({step: save(tmp_path / f"{step}.ckpt") for step in steps})]),
-            **{str(step): partial(run_fit, path=tmp_path / f"{step}.ckpt") for step in steps},
-            "other": partial(run_fit, distribution=OTHER, path=tmp_path / "11.ckpt"),
-            "shorter": partial(run_fit, steps=14, callbacks=saving(LIGHTNING, finished.parent, every_n_train_steps=14)),
-            "longer": partial(run_fit, path=finished),
-        },
-    )
-    for rank, plain in enumerate(uninterrupted):
-        saved, sent = ranks["saved"][rank], plain["report"]["bytes_sent"]
-        assert_resumed(saved, plain, 0)
-        # Until all have landed, after inner step 19, each file holds the mean of the groups, which they exchange.
-        of_mean = (saved["report"]["bytes_sent"] - sent) / len(steps)
-        assert of_mean > 0
-        for files_before, step in enumerate(steps, 1):
-            resumed = ranks[str(step)][rank]
-            assert_resumed(resumed, plain, step)
-            assert resumed["report"]["bytes_sent"] == sent + files_before * of_mean
-        assert_resumed(ranks["other"][rank], plain, 11)
-        assert_same(ranks["longer"][rank]["outer"], plain["outer"])
-    state = torch.load(finished, weights_only=True)["state_dict"]
-    outer = ranks["shorter"][0]["outer"]
-    assert_same({name: state[name] for name in outer}, outer)
+    steps = (5, 11, 13, 16)
+    saved = fit(callbacks=[at({step: save(tmp_path / f"{step}.ckpt") for step in steps})])
+    assert_resumed(saved, plain, 0)
+    written = [f"{tmp_path}/{step}.ckpt.sdiloco/" for step in steps] if rank == 0 else []
+    assert [path.startswith(folder) for path, folder in zip(moved, written, strict=True)] == [True] * len(written)
+    resumed = [fit(path=tmp_path / f"{step}.ckpt") for step in steps]
+    for step, one in zip(steps, resumed, strict=True):
+        assert_resumed(one, plain, step)
+    assert_resumed(fit(distribution=OTHER, path=tmp_path / "11.ckpt"), plain, 11)
+    # Until all have landed, after inner step 19, each file holds the mean of the groups, which they exchange.
+    of_means = [one["report"]["bytes_sent"] - plain["report"]["bytes_sent"] for one in (*resumed, saved)]
+    assert of_means == [of_means[0] * files_before for files_before in (1, 2, 3, 4, 4)]
+    assert of_means[0] > 0
+
+
+@in_ranks(2)
+def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
+) -> None:
+    """It is that of a fit that had finished, which a longer one goes on from."""
+    fit, keep = partial(run_fit, rank, 2), saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
+    shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
+    assert_resumed(shorter, uninterrupted[rank], 0, end=14)
+    longer = fit(path=tmp_path / "last.ckpt", resume="exact:newest")
+    assert_same(longer["outer"], uninterrupted[rank]["outer"])
+    older = refusal(fit, path=tmp_path / "step=7.ckpt")
+    assert "step=7" in older
+    assert "resume='exact:newest'" in older
+    assert names_in(tmp_path, "*.sdiloco") == ["step=14.ckpt.sdiloco"]
+    states = [torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"] for step in (7, 14)]
+    assert states[0].keys() == states[1].keys(), "an ordinary file"
+    assert_same({name: states[1][name] for name in shorter["outer"]}, shorter["outer"])
 
 
 class Tokens(nn.Module):
@@ -248,36 +263,26 @@ class Tokens(nn.Module):
         return self.transformer(tokens, tokens).view(len(values), -1, 16).mean(1)[:, :3]  # type: ignore[no-any-return]
 
 
+@in_ranks(4)
 def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through_a_link_to_the_newest_file(
-    tmp_path: Path,
+    rank: int, tmp_path: Path
 ) -> None:
-    def made(rounds: int) -> Any:
+    def fit(rounds: int = 5, **more: Any) -> Trained:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
-        choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2"}
+        choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "warmup_steps": 3}
         make = partial(traced, inner="muon", net=Tokens)
-        return partial(run_fit, distribution=OTHER, steps=14, make=make, outer_optimizer=outer, **choices)
-
-    def refused(rank: int, world_size: int) -> str:
-        with pytest.raises(ValueError, match="outer_optimizer") as caught:
-            made(6)(rank, world_size, path=tmp_path / "last.ckpt")
-        return str(caught.value)
+        return run_fit(rank, 4, OTHER, 14, make=make, outer_optimizer=outer, **{**choices, **more})
 
     keep = saving(OTHER, tmp_path, every_n_train_steps=6, **{**NEWEST, "save_last": "link"})
-    weights = saving(OTHER, tmp_path / "weights", every_n_train_steps=10, save_weights_only=True)
-    cases = {
-        "plain": made(5),
-        "saved": partial(made(5), callbacks=[*keep, *weights, at({9: save(tmp_path / "9")}, OTHER)]),
-        "9": partial(made(5), path=tmp_path / "9"),
-        "12": partial(made(5), path=tmp_path / "last.ckpt"),
-        "refused": refused,
-    }
-    ranks = play(4, cases)
-    for rank, plain in enumerate(ranks["plain"]):
-        assert plain["report"]["landings"] > 4
-        for case, step in (("saved", 0), ("9", 9), ("12", 12)):
-            assert_resumed(ranks[case][rank], plain, step)
-        assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in ranks["refused"][rank]
+    keep += saving(OTHER, tmp_path / "weights", every_n_train_steps=10, save_weights_only=True)
+    plain, last = fit(), tmp_path / "last.ckpt"
+    assert plain["report"]["landings"] > 2
+    assert_resumed(fit(callbacks=[*keep, at({9: save(tmp_path / "9")}, OTHER)]), plain, 0)
+    # It keeps the warm-up that it had.
+    assert_resumed(fit(path=tmp_path / "9", warmup_steps=4), plain, 9)
+    assert_resumed(fit(path=last), plain, 12)
+    assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(fit, 6, path=last)
     # There is a file for every rank, and removing a checkpoint removes its folder.
     beside = ["9", "9.sdiloco", "last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco", "weights"]
     assert names_in(tmp_path) == beside
@@ -289,106 +294,30 @@ def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through
     assert manifest["settings"]["sync_every"] == "4"
 
 
+@in_ranks(3)
 def test_a_group_of_three_adds_gradients_in_the_same_order_whatever_ddp_does_or_says_that_it_may_not(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rank: int, tmp_path: Path
 ) -> None:
-    def untouched(rank: int, world_size: int) -> list[bool]:
-        """What fixes the order of buckets leaves the module as it was."""
-        found = []
-        torch.manual_seed(0)
-        for instance_forward in (False, True):
-            module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-            if instance_forward:
-                module.forward = torch.sin
-            before = {name: values.clone() for name, values in module.state_dict().items()}
-            fix_bucket_order(DistributedDataParallel(module))
-            kept = module.forward is torch.sin if instance_forward else "forward" not in vars(module)
-            found.append(kept and unequal(module.state_dict(), before) == [])
-            found.append(all(p.grad is None for p in module.parameters()))
-        return found
-
-    several = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
-    ways: dict[str, dict[str, Any]] = {"one bucket": {}, "several": several, "static": {"static_graph": True}}
-    cases: dict[str, Any] = {}
-    for way, ddp_kwargs in ways.items():
-
-        def fit(
-            rank: int, world_size: int, ddp_kwargs: dict[str, Any] = ddp_kwargs, **chosen: Any
-        ) -> tuple[Trained, int]:
-            caplog.clear()
-            trained = run_fit(rank, world_size, steps=12, groups=1, ddp_kwargs=ddp_kwargs, **chosen)
-            return trained, sum("may round differently" in record.getMessage() for record in caplog.records)
-
-        cases[way] = partial(fit, callbacks=[at({9: save(tmp_path / way)})])
-        cases[f"{way}, resumed"] = partial(fit, path=tmp_path / way)
-    ranks = play(3, cases | {"untouched": untouched})
-    assert ranks["untouched"] == [[True] * 4] * 3
-    for way in ways:
-        for rank, ((plain, told), (resumed, told_again)) in enumerate(
-            zip(ranks[way], ranks[f"{way}, resumed"], strict=True)
-        ):
-            assert (told, told_again) == (0, int(way == "static" and rank == 0))
-            if way != "static":
-                assert_resumed(resumed, plain, 9)
+    said = fits.said_by("lightning_sdiloco")
+    ways: list[dict[str, Any]] = [{}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}, {"static_graph": True}]
+    for way, ddp_kwargs in enumerate(ways):
+        fit, path = partial(run_fit, rank, 3, steps=12, groups=1, ddp_kwargs=ddp_kwargs), tmp_path / str(way)
+        plain = fit(callbacks=[at({9: save(path)})])
+        assert not any("may round differently" in text for text in said)
+        resumed = fit(path=path)
+        told = sum("may round differently" in text for text in said)
+        assert told == ("static_graph" in ddp_kwargs and rank == 0)
+        if "static_graph" not in ddp_kwargs:
+            assert_resumed(resumed, plain, 9)
 
 
-def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(tmp_path: Path) -> None:
-    newest = partial(run_fit, steps=14, resume="exact:newest")
-
-    def older(rank: int, world_size: int) -> str:
-        with pytest.raises(ValueError, match="step=8") as caught:
-            run_fit(rank, world_size, path=tmp_path / "step=8.ckpt")
-        return str(caught.value)
-
-    keep = saving(LIGHTNING, tmp_path, every_n_train_steps=4, save_last="link")
-    cases = {"plain": partial(newest, callbacks=keep), "last": partial(newest, path=tmp_path / "last.ckpt")}
-    ranks = play(2, cases | {"older": older})
-    for plain, resumed, told in zip(*ranks.values(), strict=True):
-        assert_resumed(resumed, plain, 12)
-        assert "resume='exact:newest'" in told
-    assert names_in(tmp_path, "*.sdiloco") == ["step=12.ckpt.sdiloco"]
-    for step in (4, 8):
-        assert torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"], "an ordinary file"
-
-
-def test_a_loader_of_torch_begins_the_next_epoch_with_the_same_random_numbers(tmp_path: Path) -> None:
-    """It takes one for every iterator, and the module has dropout. The run is bound by epochs, or by steps."""
-
-    def fit(rank: int, world_size: int, when: str, bound: str, resume: bool) -> Any:
-        path = tmp_path / f"{when} {bound}" / "step=5.ckpt"
-        module, every = traced(LIGHTNING, rank), 5 if "steps" in when else 1
-        trainer = fits.trainer(
-            strategy=fits.strategy(worker_groups=1 + ("steps" in when), **CHOICES),
-            devices=2,
-            callbacks=[] if resume else saving(LIGHTNING, path.parent, **{when: every}),
-            enable_checkpointing=not resume,
-            **{bound: {"max_epochs": 3, "max_steps": 15}[bound]},
-        )
-        torch.manual_seed(100 + rank)
-        loader = DataLoader([batch(0, step) for step in range(10)], batch_size=None, shuffle=True)
-        trainer.fit(module, loader, ckpt_path=str(path) if resume else None)
-        return {"trace": module.trace}
-
-    cases = list(product(("every_n_train_steps", "every_n_epochs"), ("max_epochs", "max_steps"), (0, 1)))
-    ranks = play(
-        2, {f"{case}": partial(fit, **dict(zip(("when", "bound", "resume"), case, strict=True))) for case in cases}
-    )
-    for case, resumed in zip(cases[::2], cases[1::2], strict=True):
-        for one, other in zip(ranks[f"{resumed}"], ranks[f"{case}"], strict=True):
-            assert_resumed(one, other, 5, end=15)
-
-
-def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> dict[str, Tensor]:
-        trainer = fits.trainer(strategy="ddp", devices=2, max_steps=4)
-        trainer.fit(fits.module(), StatefulBatches(rank, 0, 1, 100))
-        trainer.save_checkpoint(tmp_path / "ddp.ckpt")
-        strategy = fits.strategy(**CHOICES)
-        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=5)
-        trainer.fit(fits.module(seed=rank), StatefulBatches(rank, 0, 1, 100), ckpt_path=str(tmp_path / "ddp.ckpt"))
-        return strategy.outer_state_dict()
-
-    assert_same(*run_processes(run, 2))
+@in_ranks(2)
+def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(rank: int, tmp_path: Path) -> None:
+    trainer = fits.trainer(strategy="ddp", devices=2, max_steps=4)
+    trainer.fit(fits.module(inner="adamw", net=mlp()), StatefulBatches(rank, 0, 1, 100))
+    trainer.save_checkpoint(path := tmp_path / "ddp.ckpt")
+    fitted = run_fit(rank, 2, steps=5, path=path, make=partial(traced, net=mlp))
+    assert_same(outer_of(fitted, 4), torch.load(path, weights_only=True)["state_dict"])
 
 
 class EveryEpoch(StatefulBatches):
@@ -396,89 +325,81 @@ class EveryEpoch(StatefulBatches):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.step %= self.length
+        if self.step == 0:
+            torch.rand(())  # a loader of torch takes a random number for every iterator
         yield from super().__iter__()
 
 
 def logging_module(distribution: str, seed: int) -> Any:
     """A module that logs in all ways, and whose learning rate depends on what it logged."""
-    base = type(traced(distribution, seed))
 
-    class Logging(base):  # type: ignore[misc, valid-type]
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean, self.range = MeanMetric(), MinMaxMetric(MeanMetric())
-            self.many = MetricCollection([MeanMetric(), MaxMetric()])
+    def training_step(self: Any, parts: Any, index: int) -> Any:
+        loss, of_epoch = self.loss(parts), {"on_step": False, "on_epoch": True}
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        self.log_dict({"most": loss, "all": loss, "here": loss}, reduce_fx="max", **of_epoch)
+        self.log("sum", loss, reduce_fx=sum, sync_dist=True, **of_epoch)
+        self.mean.update(loss.detach())
+        self.log("mean", self.mean, **of_epoch)
+        self.many.update(loss.detach())
+        self.log_dict(self.many, **of_epoch)
+        return loss
 
-        def training_step(self, parts: Any, index: int) -> Any:
-            loss = super().training_step(parts, index)
-            of_epoch = {"on_step": False, "on_epoch": True}
-            self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-            self.log_dict({"most": loss, "all": loss, "here": loss}, reduce_fx="max", **of_epoch)
-            self.log("sum", loss, reduce_fx=sum, sync_dist=True, **of_epoch)
-            self.mean.update(loss.detach())
-            self.log("mean", self.mean, **of_epoch)
-            self.many.update(loss.detach())
-            self.log_dict(self.many, **of_epoch)
-            return loss
+    def validation_step(self: Any, parts: Any, index: int) -> None:
+        self.log("val", self.loss(parts) + torch.rand(()), sync_dist=True)
 
-        def validation_step(self, parts: Any, index: int) -> None:
-            loss = nn.functional.mse_loss(self.net(parts[0]), parts[1])
-            self.log("val", loss + torch.rand(()), sync_dist=True)
+    def on_train_epoch_end(self: Any) -> None:
+        self.ended[self.trainer.current_epoch] = {k: v.clone() for k, v in self.trainer.callback_metrics.items()}
 
-        def on_train_epoch_end(self) -> None:
-            self.ended[self.trainer.current_epoch] = {k: v.clone() for k, v in self.trainer.callback_metrics.items()}
+    def configure_optimizers(self: Any) -> Any:
+        optimizer = inner_optimizer("adamw", self.net)
+        # Nothing is good enough for them.
+        none_is = {"patience": 0, "threshold": 10.0, "factor": 0.9}
+        watched = ({"monitor": "loss_epoch"}, {"monitor": "loss", "interval": "step"}, {"monitor": "val"})
+        return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer, **none_is), **by} for by in watched]
 
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            # Nothing is good enough for them.
-            none_is = {"patience": 0, "threshold": 10.0, "factor": 0.9}
-            watched = ({"monitor": "loss_epoch"}, {"monitor": "loss", "interval": "step"}, {"monitor": "val"})
-            return [optimizer], [{"scheduler": ReduceLROnPlateau(optimizer, **none_is), **by} for by in watched]
-
-    model = Logging()
-    model.trace, model.ended = {}, {}
+    hooks = (training_step, validation_step, on_train_epoch_end, configure_optimizers)
+    model = traced(distribution, seed, ended={}, **{hook.__name__: hook for hook in hooks})
+    model.mean, model.many = MeanMetric(), MetricCollection([MeanMetric(), MaxMetric()])
     return model
 
 
+@in_ranks(2)
 def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_on_them_goes_on(
-    distribution: str, tmp_path: Path
+    rank: int, distribution: str, tmp_path: Path
 ) -> None:
     callbacks = importlib.import_module(distribution).callbacks
 
-    def run(rank: int, world_size: int, resume: str | None = None) -> Trained:
-        model = logging_module(distribution, rank)
+    def run(bound: dict[str, int], resume: str | None = None) -> Trained:
+        model, folder = logging_module(distribution, rank), tmp_path / str(bound)
         stopping = callbacks.EarlyStopping("loss_epoch", patience=9)
-        best = callbacks.ModelCheckpoint(tmp_path / "best", monitor="loss", mode="max")
-        saves = saving(distribution, tmp_path, every_n_train_steps=1)
-        saves += saving(distribution, tmp_path, filename="{epoch}", save_on_train_epoch_end=True)
+        best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
+        saves = saving(distribution, folder, every_n_train_steps=1)
+        saves += saving(distribution, folder, filename="{epoch}", save_on_train_epoch_end=True)
         trainer = fits.trainer(
             distribution,
             strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, fragments="strided:1"),
-            devices=world_size,
-            max_epochs=3,
+            devices=2,
             num_sanity_val_steps=0,
             enable_checkpointing=True,
             callbacks=[stopping, best, *([] if resume else saves)],
+            **bound,
         )
         torch.manual_seed(100 + rank)
         seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(model, EveryEpoch(rank, 0, 1, 4), seen, ckpt_path=resume and str(tmp_path / f"{resume}.ckpt"))
+        trainer.fit(model, EveryEpoch(rank, 0, 1, 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
         stopped, rate = stopping.state_dict(), trainer.optimizers[0].param_groups[0]["lr"]
         rests = (rate, stopped["wait_count"], stopped["best_score"], best.best_model_score)
         return {"trace": model.trace, "ended": model.ended, "rests": rests}
 
-    # Within an epoch; after its last batch, before validation and end; then after the end; in the last epoch.
-    saves = {"step=2": (2, 0), "step=4": (4, 0), "epoch=0": (4, 1), "step=9": (9, 2)}
-    ranks = play(2, {"plain": run} | {name: partial(run, resume=name) for name in saves})
-    for rank, plain in enumerate(ranks["plain"]):
+    for bound in ({"max_epochs": 3}, {"max_steps": 12}):
+        plain = run(bound)
         assert plain["rests"][0] < 0.01
-        for name, (step, epoch) in saves.items():
-            resumed = ranks[name][rank]
+        # Within an epoch; after its last batch, before validation and end; then after the end; in the last epoch.
+        for name, step, epoch in (("step=2", 2, 0), ("step=4", 4, 0), ("epoch=0", 4, 1), ("step=9", 9, 2)):
+            resumed = run(bound, name)
             assert_resumed(resumed, plain, step, end=12)
             assert list(resumed["ended"]) == list(range(epoch, 3)), name
-            assert [unequal(values, plain["ended"][at]) for at, values in resumed["ended"].items()] == [[]] * (
-                3 - epoch
-            )
+            assert {at for at, values in resumed["ended"].items() if unequal(values, plain["ended"][at])} == set()
             assert resumed["rests"] == plain["rests"]
 
 
@@ -488,106 +409,80 @@ import sys
 sys.modules["lightning_sdiloco"] = None  # importing it fails
 
 import torch
-from lightning.pytorch.demos import boring_classes as one
-from pytorch_lightning.demos import boring_classes as other
+from {distribution}.demos.boring_classes import BoringModel
 
 state = torch.load({path!r}, weights_only=True)["state_dict"]
-for classes in (one, other):
-    model = classes.BoringModel.load_from_checkpoint({path!r}, map_location="cpu")
-    print(all(torch.equal(values, state[name]) for name, values in model.state_dict().items()), len(state))
-assert not [name for name in sys.modules if name.startswith("lightning_sdiloco.")]
+model = BoringModel.load_from_checkpoint({path!r}, map_location="cpu")
+print(all(torch.equal(values, state[name]) for name, values in model.state_dict().items()), len(state))
 """
 
 
 def test_lightnings_own_test_models_are_fitted_validated_tested_used_and_read_where_the_package_is_not(
-    tmp_path: Path,
+    tmp_path: Path, distribution: str
 ) -> None:
-    def run(rank: int, world_size: int, distribution: str, data: str, groups: int) -> dict[str, Tensor]:
+    def run(rank: int, world_size: int) -> None:
         classes = importlib.import_module(f"{distribution}.demos.boring_classes")
-        model, module = classes.BoringModel(), getattr(classes, data)()
-        strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
-        chosen: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3}
-        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, **chosen)
-        trainer.fit(model, module)
-        trainer.save_checkpoint(tmp_path / "boring.ckpt")
-        assert strategy.report()["inner_steps"] == 12
-        weights = {name: values.clone() for name, values in model.state_dict().items()}
-        trainer.validate(model, module)
-        trainer.test(model, module)
-        assert len(trainer.predict(model, module)) > 0
-        assert_same(dict(model.state_dict()), weights)
-        return weights
+        for module, groups in ((classes.BoringDataModule(), 4), (classes.BoringDataModuleNoLen(), 2)):
+            strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
+            chosen: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3}
+            trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, **chosen)
+            trainer.fit(model := classes.BoringModel(), module)
+            trainer.save_checkpoint(tmp_path / "boring.ckpt")
+            assert strategy.report()["inner_steps"] == 12
+            weights = {name: values.clone() for name, values in model.state_dict().items()}
+            assert agreed(weights)
+            trainer.validate(model, module)
+            trainer.test(model, module)
+            assert len(trainer.predict(model, module)) > 0
+            assert_same(dict(model.state_dict()), weights)
 
-    length = partial(run, distribution=OTHER, data="BoringDataModule", groups=4)
-    no_length = partial(run, distribution=LIGHTNING, data="BoringDataModuleNoLen", groups=2)
-    for ranks in play(4, {"length": length, "no length": no_length}).values():
-        assert [unequal(weights, ranks[0]) for weights in ranks] == [[]] * 4
-    script = ELSEWHERE.format(path=str(tmp_path / "boring.ckpt"))
+    run_processes(run, 4)
+    script = ELSEWHERE.format(distribution=distribution, path=str(tmp_path / "boring.ckpt"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout == "True 2\n" * 2, done.stderr
+    assert done.stdout == "True 2\n", done.stderr
 
 
 # What is refused
 
 
-def alter(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def of_another_version(path: Path) -> None:
-    content = torch.load(path, weights_only=True)
-    content["streaming_diloco"] |= {"format": 99, "version": "7.0"}
-    torch.save(content, path)
-
-
-def of_another_checkpoint(path: Path) -> None:
-    shutil.rmtree(f"{path}.sdiloco")
-    path.with_name("step=5.ckpt.sdiloco").rename(f"{path}.sdiloco")
-
-
 def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    def alter(path: Path) -> None:
+        file = save_folder(path) / "rank_00001.pt"
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    def of_another_version(path: Path) -> None:
+        content = torch.load(path, weights_only=True)
+        content["streaming_diloco"] |= {"format": 99, "version": "7.0"}
+        torch.save(content, path)
+
+    def of_another_checkpoint(path: Path) -> None:
+        shutil.rmtree(f"{path}.sdiloco")
+        path.with_name("step=5.ckpt.sdiloco").rename(f"{path}.sdiloco")
+
     saved = tmp_path / "saved"
     run_processes(partial(run_fit, steps=10, callbacks=[at({n: save(saved / f"step={n}.ckpt") for n in (5, 9)})]), 2)
+    damages: list[tuple[str, Callable[[Path], Any]]] = [
+        ("rank_00001.pt, which is not there", lambda path: (save_folder(path) / "rank_00001.pt").unlink()),
+        ("manifest.json, which is not there", lambda path: (save_folder(path) / "manifest.json").unlink()),
+        ("move or copy both", lambda path: shutil.rmtree(f"{path}.sdiloco")),
+        ("is not what was saved", alter),
+        ("was written in format 99 by lightning_sdiloco 7.0", of_another_version),
+        ("which is not there. The folder", of_another_checkpoint),
+    ]
     lr, momentum = recommended().outer_lr, recommended().outer_momentum
-    damages: list[tuple[Callable[[Path], Any], str]] = [
-        (lambda path: (save_folder(path) / "rank_00001.pt").unlink(), "rank_00001.pt, which is not there"),
-        (lambda path: (save_folder(path) / "manifest.json").unlink(), "manifest.json, which is not there"),
-        (lambda path: shutil.rmtree(f"{path}.sdiloco"), "move or copy both"),
-        (lambda path: alter(save_folder(path) / "rank_00001.pt"), "is not what was saved"),
-        (of_another_version, "was written in format 99 by lightning_sdiloco 7.0"),
-        (of_another_checkpoint, "which is not there. The folder"),
-    ]
-    changes: list[tuple[dict[str, Any], str]] = [
-        ({"sync_every": 9}, "sync_every was 8, now it is 9"),
-        (
-            {"outer_lr": 0.375, "outer_momentum": 0.75},
-            f"outer_lr was {lr}, now it is 0.375; outer_momentum was {momentum}, now it",
-        ),
-        (
-            {"outer_optimizer": OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)},
-            "outer_optimizer.clip_norm was None, now it is 2.0; outer_optimizer.outlier_guard was",
-        ),
-    ]
-    wrong = {}
-    for index, (damage, told) in enumerate(damages):
-        path = Path(shutil.copytree(saved, tmp_path / str(index))) / "step=9.ckpt"
-        damage(path)
-        error = run_processes(partial(run_fit, path=path), 2, expect_failure=True)[1].splitlines()[-1]
-        wrong |= {} if told in error else {told: error}
-
-    def run(rank: int, world_size: int) -> list[str]:
-        texts = []
-        for changed, _ in changes:
-            with pytest.raises(ValueError, match="now it is") as caught:
-                run_fit(rank, world_size, path=saved / "step=9.ckpt", **changed)
-            texts.append(str(caught.value))
-        return texts
-
-    for texts in run_processes(run, 2):
-        wrong |= {told: text for text, (_, told) in zip(texts, changes, strict=True) if told not in text}
-    assert wrong == {}
+    outer = OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)
+    changed = f"sync_every was 8, now it is 9; outer_lr was {lr}, now it is 0.375; outer_momentum was {momentum}, now "
+    changed += "it is 0.75; outer_optimizer.clip_norm was None, now it is 2.0; outer_optimizer.outlier_guard was "
+    given = {"sync_every": 9, "outer_lr": 0.375, "outer_momentum": 0.75, "outer_optimizer": outer}
+    cases: dict[str, dict[str, Any]] = {changed: {"path": saved / "step=9.ckpt", **given}}
+    for index, (words, damage) in enumerate(damages):
+        cases[words] = {"path": Path(shutil.copytree(saved, tmp_path / str(index))) / "step=9.ckpt"}
+        damage(cases[words]["path"])
+    refused = {words: run_processes(partial(run_fit, **case), 2, expect_failure=True) for words, case in cases.items()}
+    told = {words: errors[1].splitlines()[-1] for words, errors in refused.items()}
+    assert {words: text for words, text in told.items() if words not in text} == {}
 
 
 # Faults
@@ -603,140 +498,118 @@ def failing(rank: int) -> Any:
     return at({14: fail})
 
 
-@NOT_IN_THE_OLDEST
-@pytest.mark.parametrize(("world_size", "save_last"), [(2, "link"), (4, True)])
-def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(
-    world_size: int, save_last: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    failed = world_size - 1
-
+@not_in_the_oldest
+def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
+        said = fits.said_by("lightning_sdiloco")
         alone = pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")
-        keep = {"every_n_train_steps": 6, "save_on_exception": True, "save_last": save_last, "save_top_k": 1}
-        caplog.clear()
+        keep = {"every_n_train_steps": 6, "save_on_exception": True, "save_last": True, "save_top_k": 1}
         try:
-            run_fit(rank, world_size, callbacks=[failing(failed), alone, *saving(LIGHTNING, tmp_path, **keep)])
+            run_fit(rank, world_size, callbacks=[failing(3), alone, *saving(LIGHTNING, tmp_path, **keep)])
         finally:
-            (tmp_path / f"{rank}.log").write_text(caplog.text)
+            (tmp_path / f"{rank}.log").write_text("\n".join(said))
 
-    errors = run_processes(run, world_size, expect_failure=True, timeout=30)
-    assert sorted(errors) == list(range(world_size))
-    assert "ArithmeticError: the user's own" in errors[failed]
-    assert names_in(tmp_path, "*.ckpt") == ["last.ckpt", "step=12.ckpt"]
+    errors = run_processes(run, 4, expect_failure=True, timeout=30)
+    assert sorted(errors) == [0, 1, 2, 3]
+    assert errors[3].splitlines()[-1] == "ArithmeticError: the user's own"
+    assert names_in(tmp_path, "**/*.ckpt") == ["last.ckpt", "step=12.ckpt"]
     for name in ("step=14", "alone/on_exception"):
-        kept = tmp_path / f"{name}.ckpt.sdiloco" / "exception" / f"rank_{failed:05d}.pt"
+        kept = tmp_path / f"{name}.ckpt.sdiloco" / "exception" / "rank_00003.pt"
         assert torch.load(kept, weights_only=True)["engine"]["counts"]["inner_steps"] == 14
         assert not (kept.parent / "manifest.json").exists()
-        assert not (tmp_path / f"{name}.ckpt").exists()
-    told = (tmp_path / f"{failed}.log").read_text()
+    told = (tmp_path / "3.log").read_text()
     assert "which cannot be resumed" in told
-    assert f"Resume from {tmp_path / ('step=12.ckpt' if save_last == 'link' else 'last.ckpt')}." in told
+    assert f"Resume from {tmp_path}/last.ckpt." in told
     for name in ("last.ckpt", "step=12.ckpt"):
-        assert_whole(tmp_path / name, world_size)
+        assert_whole(tmp_path / name, 4)
 
 
+@in_ranks(2)
 def test_what_is_named_after_an_exception_still_stands_and_the_strategy_can_be_used_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    rank: int, tmp_path: Path
 ) -> None:
-    def run(rank: int, world_size: int) -> tuple[list[str], dict[str, Tensor]]:
-        acts = {5: save(tmp_path / "a.ckpt"), 6: save(tmp_path / "b.ckpt")}
-        acts[7] = lambda trainer: trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
-        told = []
-        # A run that has saved one that stands, and a run that was resumed and has saved none.
-        for resume in (None, tmp_path / "a.ckpt"):
-            caplog.clear()
-            callbacks = [at(acts), pl.callbacks.OnExceptionCheckpoint(tmp_path), failing(rank)]
-            with pytest.raises(ArithmeticError):
-                run_fit(rank, world_size, callbacks=callbacks, path=resume)
-            told.append(caplog.text)
-        strategy = fits.strategy(**CHOICES)
-        trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[failing(rank)])
-        with pytest.raises(ArithmeticError):
-            trainer.fit(traced(LIGHTNING, rank), StatefulBatches(rank, 0, 1, length=100))
-        trainer.callbacks = []
-        trainer.fit(traced(LIGHTNING, rank), StatefulBatches(rank, 0, 1, length=100))
-        return told, strategy.outer_state_dict()
-
-    ranks = run_processes(run, 2)
-    for told, outer in ranks:
-        assert [f"Resume from {tmp_path}/a.ckpt." in text for text in told] == [True, True]
-        assert_same(outer, ranks[0][1])
+    acts = {5: save(tmp_path / "a.ckpt"), 6: save(tmp_path / "b.ckpt")}
+    acts[7] = lambda trainer: trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
+    linked = saving(LIGHTNING, tmp_path / "kept", every_n_train_steps=6, save_last="link", save_top_k=1)
+    said = fits.said_by("lightning_sdiloco")
+    # A run that has saved one that stands, one that was resumed and has saved none, and one that links to the last.
+    for named, resume, callbacks in (
+        ("a.ckpt", None, [at(acts)]),
+        ("a.ckpt", tmp_path / "a.ckpt", [at(acts)]),
+        ("kept/step=12.ckpt", None, linked),
+    ):
+        said.clear()
+        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), failing(rank)]
+        refusal(run_fit, rank, 2, callbacks=keep, path=resume, kind=ArithmeticError)
+        assert f"Resume from {tmp_path}/{named}." in "".join(said)
+    strategy = fits.strategy(**CHOICES)
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[failing(rank)])
+    fit = partial(trainer.fit, train_dataloaders=StatefulBatches(rank, 0, 1, length=100))
+    refusal(fit, traced(LIGHTNING, rank), kind=ArithmeticError)
+    trainer.callbacks = []
+    fit(traced(LIGHTNING, rank))
+    assert agreed(strategy.outer_state_dict())
 
 
-@NOT_IN_THE_OLDEST
-def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(tmp_path: Path) -> None:
-    def failed(rank: int, world_size: int) -> None:
-        keep = saving(LIGHTNING, tmp_path, save_on_exception=True, save_last="link")
-        with pytest.raises(ArithmeticError):
-            run_fit(rank, world_size, callbacks=[failing(0), *keep], groups=1)
-
-    alone = partial(run_fit, steps=16, groups=1)
-    ranks = play(1, {"failed": failed, "plain": alone, "resumed": partial(alone, path=tmp_path / "last.ckpt")})
+@not_in_the_oldest
+@in_ranks(1)
+def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_path: Path) -> None:
+    keep = saving(LIGHTNING, tmp_path, save_on_exception=True, save_last="link")
+    alone = partial(run_fit, 0, 1, groups=1)
+    refusal(alone, callbacks=[failing(0), *keep], kind=ArithmeticError)
+    plain, resumed = alone(steps=16), alone(steps=16, path=tmp_path / "last.ckpt")
     # Only what the rank holds: the step of the batch that failed was not counted.
-    assert_same(ranks["resumed"][0]["trace"][14], ranks["plain"][0]["trace"][14])
+    assert_same(resumed["trace"][14], plain["trace"][14])
 
 
-def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of_the_checkpoint(tmp_path: Path) -> None:
+@in_ranks(2)
+def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of_the_checkpoint(
+    rank: int, tmp_path: Path
+) -> None:
     """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which is rank 0's."""
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def run(rank: int, world_size: int, limited: str) -> str:
-        unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
 
-        def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
+    def limit_file(trainer: Any) -> None:
+        io = trainer.strategy.checkpoint_io
+        before = io.save_checkpoint
+        io.save_checkpoint = lambda *args, **kwargs: (limit(), before(*args, **kwargs))
 
-        def fill(trainer: Any) -> None:
-            if limited == "rank" and rank == 1:
-                limit()
-            if limited == "file" and rank == 0:
-                io = trainer.strategy.checkpoint_io
-                before = io.save_checkpoint
-                io.save_checkpoint = lambda *args, **kwargs: (limit(), before(*args, **kwargs))
-
-        keep = saving(LIGHTNING, tmp_path / limited, every_n_train_steps=6)
-        try:
-            with pytest.raises(OSError, match="could not be saved") as caught:
-                run_fit(rank, world_size, callbacks=[at({12: fill}), *keep])
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
-        return str(caught.value)
-
-    ranks = play(2, {limited: partial(run, limited=limited) for limited in ("rank", "file")})
-    for limited, errors in ranks.items():
-        folder = tmp_path / limited
-        for error in errors:
-            assert (
-                f"The checkpoint {folder}/step=12.ckpt could not be saved: rank {int(limited == 'rank')}: OSError"
-                in error
-            )
-            assert f"Nothing is left of it. Resume from {folder}/step=6.ckpt" in error
+    for limited, fill in ((1, lambda trainer: limit()), (0, limit_file)):
+        folder = tmp_path / str(limited)
+        keep = saving(LIGHTNING, folder, every_n_train_steps=6)
+        acts: dict[int, Act] = {12: fill} if rank == limited else {}
+        told = refusal(run_fit, rank, 2, callbacks=[at(acts), *keep], kind=OSError)
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        assert f"The checkpoint {folder}/step=12.ckpt could not be saved: rank {limited}: OSError" in told
+        assert f"Nothing is left of it. Resume from {folder}/step=6.ckpt" in told
         assert names_in(folder) == ["step=6.ckpt", "step=6.ckpt.sdiloco"]
         assert not list(folder.rglob("*.part"))
         assert_whole(folder / "step=6.ckpt")
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(late: bool, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: Path) -> None:
     """One file is overwritten and others are saved and removed at every step, until a rank gets SIGKILL."""
     after = random.uniform(0.0, 0.15)
 
     def arm(trainer: Any) -> None:
         pid = os.getpid()
-        if trainer.global_rank == int(late) and os.fork() == 0:
+        if trainer.global_rank == 0 and os.fork() == 0:
             time.sleep(after)
             os.kill(pid, signal.SIGKILL)
             os._exit(0)
 
     overwriting = at({**dict.fromkeys(range(1, 1000), save(tmp_path / "only.ckpt")), 9: arm})
     keep = saving(LIGHTNING, tmp_path, every_n_train_steps=1, **{**NEWEST, "save_last": "link"})
-    plugins = [AsyncCheckpointIO()] if late else []
-    run = partial(run_fit, steps=1000, callbacks=[overwriting, *keep], trainer_choices={"plugins": plugins})
     # Once in a while gloo does not notice that a peer is gone; then the timeout ends the other rank.
-    run_processes(partial(run, timeout=timedelta(seconds=20)), 2, expect_failure=True)
+    run = partial(run_fit, steps=1000, callbacks=[overwriting, *keep], timeout=timedelta(seconds=20))
+    run_processes(run, 2, expect_failure=True)
     step = torch.load(tmp_path / "only.ckpt", weights_only=True)["global_step"]
     assert step >= 7
     standing = [path for path in tmp_path.glob("*.ckpt") if path.exists()]
-    assert len(standing) >= (1 if late else 2), after
+    assert len(standing) >= 2, after
     for path in standing:
         assert_whole(path)
     for trained in run_processes(partial(run_fit, steps=step + 3, path=tmp_path / "only.ckpt"), 2):
@@ -759,43 +632,20 @@ class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
         self.written += 1
 
 
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def test_every_file_that_is_written_late_can_be_resumed_and_what_is_removed_before_its_turn_is_not_written(
-    tmp_path: Path, uninterrupted: list[Trained]
+@in_ranks(2)
+def test_what_is_removed_before_its_turn_is_not_written_late_and_the_plugin_is_given_back(
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
-    every, newest = tmp_path / "every", tmp_path / "newest"
-
-    def removed(rank: int, world_size: int) -> bool:
-        io = Gated()
-        keep = saving(LIGHTNING, newest, every_n_train_steps=1, **NEWEST)
-        gates = at({2: lambda trainer: io.gate.clear(), 6: lambda trainer: io.gate.set()})
-        late = {"plugins": [AsyncCheckpointIO(io)]}
-        run_fit(rank, world_size, steps=8, callbacks=[gates, *keep], trainer_choices=late)
-        return "save_checkpoint" not in vars(io) and (io.written > 0) == (rank == 0)
-
-    keep = saving(LIGHTNING, every, every_n_train_steps=1, save_last=True)
-    cases = {
-        "late": partial(run_fit, callbacks=keep, trainer_choices={"plugins": [AsyncCheckpointIO()]}),
-        "resumed": partial(run_fit, path=every / "step=13.ckpt"),
-        "removed": removed,
-    }
-    ranks = play(2, cases)
-    for rank, plain in enumerate(uninterrupted):
-        assert_resumed(ranks["late"][rank], plain, 0)
-        assert_resumed(ranks["resumed"][rank], plain, 13)
-    assert ranks["removed"] == [True, True], "the plugin is given back as it was"
-    assert names_in(newest) == ["step=8.ckpt", "step=8.ckpt.sdiloco"]
-    names = [*(f"step={step}.ckpt" for step in range(1, STEPS + 1)), "last.ckpt"]
-    assert names_in(every, "*.ckpt") == sorted(names)
-    for path in (newest / "step=8.ckpt", *(every / name for name in names)):
-        assert_whole(path)
-        assert save_folder(path)
+    io = Gated()
+    gates = at({2: lambda trainer: io.gate.clear(), 6: lambda trainer: io.gate.set()})
+    keep = [gates, *saving(LIGHTNING, tmp_path, every_n_train_steps=1, **NEWEST)]
+    late = run_fit(rank, 2, steps=8, callbacks=keep, trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
+    assert_resumed(late, uninterrupted[rank], 0, end=8)
+    assert "save_checkpoint" not in vars(io)
+    if rank == 0:
+        assert 0 < io.written < 8
+        assert names_in(tmp_path) == ["step=8.ckpt", "step=8.ckpt.sdiloco"]
+        assert_whole(tmp_path / "step=8.ckpt")
 
 
 def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
@@ -803,51 +653,40 @@ def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
 ) -> None:
     path = tmp_path / "only.ckpt"
 
-    def saves() -> int:
-        return len(names_in(Path(f"{path}.sdiloco")))
+    def stands(saves: int) -> bool:
+        assert_whole(path)
+        return len(names_in(Path(f"{path}.sdiloco"))) == saves
 
-    def run(rank: int, world_size: int, killed: bool) -> Any:
+    def killed(rank: int, world_size: int) -> None:
         io = Gated()
 
-        def settled(trainer: Any, written: int) -> None:
-            if rank == 0:
-                wait_until(lambda: io.written == written and saves() == 1)
-                assert_whole(path)
-            trainer.strategy.barrier()
-
-        def twice(trainer: Any) -> None:
+        def again(trainer: Any) -> None:
             save(path)(trainer)
-            settled(trainer, 2)
+            deadline = time.monotonic() + 20
+            while rank == 0 and not (io.written == 2 and stands(1)):
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            trainer.strategy.barrier()
 
         def held_back(trainer: Any) -> None:
             io.gate.clear()
             save(path)(trainer)
             save(path)(trainer)
-            if rank == 0:
-                assert torch.load(path, weights_only=True)["global_step"] == 10
-                assert_whole(path)
-                assert saves() == 3
-                if killed:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            io.gate.set()
-            settled(trainer, 4)
+            if rank == 0 and stands(3):
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        acts = at({9: save(path), 10: twice, 12: held_back})
-        late = {"plugins": [AsyncCheckpointIO(io)]}
-        return run_fit(rank, world_size, steps=14, callbacks=[acts], trainer_choices=late)
+        acts = at({9: save(path), 10: again, 12: held_back})
+        run_fit(rank, world_size, steps=14, callbacks=[acts], trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
 
-    run_processes(run, 2, False)
-    assert torch.load(path, weights_only=True)["global_step"] == 12
+    def resumed(rank: int, world_size: int) -> None:
+        for step, more in ((10, {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}), (13, {})):
+            assert_resumed(run_fit(rank, world_size, path=path, **more), uninterrupted[rank], step)
+
     # Killed with two saves waiting: the file that stands there still has its folder, and the next save tidies up.
-    run_processes(run, 2, True, expect_failure=True)
+    assert "exit code -9" in run_processes(killed, 2, expect_failure=True)[0]
     assert torch.load(path, weights_only=True)["global_step"] == 10
-    late = {"plugins": [AsyncCheckpointIO()]}
-    again = partial(run_fit, path=path)
-    ranks = play(2, {"10": partial(again, callbacks=[at({13: save(path)})], trainer_choices=late), "13": again})
-    assert saves() == 1
-    for rank, plain in enumerate(uninterrupted):
-        assert_resumed(ranks["10"][rank], plain, 10)
-        assert_resumed(ranks["13"][rank], plain, 13)
+    run_processes(resumed, 2)
+    assert stands(1)
 
 
 def test_writing_does_not_disturb_a_thread_that_is_in_a_transaction(tmp_path: Path) -> None:
@@ -901,104 +740,65 @@ class Elsewhere(LocalFileSystem):
         return self.dircache[key] if detail else [entry["name"] for entry in self.dircache[key]]
 
 
-@NOT_IN_THE_OLDEST
+@not_in_the_oldest
+@in_ranks(2)
 def test_files_of_your_own_format_on_other_file_systems_and_copies_and_links_can_be_resumed(
-    tmp_path: Path, uninterrupted: list[Trained]
+    rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
     fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
     Elsewhere.root = str(tmp_path / "elsewhere")
     link, copies, boxed = tmp_path / "link.ckpt", tmp_path / "copies", tmp_path / "boxed"
 
+    def fit(step: int, **more: Any) -> None:
+        assert_resumed(run_fit(rank, 2, **more), uninterrupted[rank], step)
+
     def over(trainer: Any) -> None:
         """Saves over a link, which is replaced, and not what it points to."""
-        if trainer.global_rank == 0:
+        if rank == 0:
             link.symlink_to("9.ckpt")
         trainer.strategy.barrier()
         save(link)(trainer)
 
     newest: dict[str, Any] = {**NEWEST, "save_top_k": 2, "enable_version_counter": False}
-    copying = partial(saving, LIGHTNING, copies, every_n_train_steps=8, **newest)
-
-    def far(name: str) -> list[Any]:
-        again = at({step: save(f"elsewhere://{name}/only.ckpt") for step in (7, 9)})
-        return [again, *saving(LIGHTNING, f"elsewhere://{name}", every_n_train_steps=6, save_last=True, **newest)]
-
-    box = saving(LIGHTNING, boxed, every_n_train_steps=11, **NEWEST)
-    cases: dict[str, tuple[Any, int]] = {
-        # A copy replaces a link, and not what it points to.
-        "linked": (partial(run_fit, callbacks=copying(save_last="link")), 0),
-        "copied": (partial(run_fit, callbacks=copying(save_last=True)), 0),
-        "from the copy": (partial(run_fit, path=copies / "last.ckpt"), 24),
-        "over": (partial(run_fit, callbacks=[at({9: save(tmp_path / "9.ckpt"), 12: over})]), 0),
-        "from over the link": (partial(run_fit, path=link), 12),
-        "boxed": (partial(run_fit, callbacks=[*box, Thing()], trainer_choices={"plugins": [Boxed()]}), 0),
-        "from the box": (
-            partial(run_fit, path=boxed / "step=22.ckpt", checkpoint_io=Boxed(), weights_only=False),
-            22,
-        ),
-        "far": (partial(run_fit, callbacks=far("a")), 0),
-        "from afar": (partial(run_fit, path="elsewhere://a/only.ckpt"), 9),
-        "late": (partial(run_fit, callbacks=far("b"), trainer_choices={"plugins": [AsyncCheckpointIO()]}), 0),
-        "from the late": (partial(run_fit, path="elsewhere://b/last.ckpt"), 24),
-    }
-    ranks = play(2, {name: case for name, (case, _) in cases.items()})
-    for rank, plain in enumerate(uninterrupted):
-        for name, (_, step) in cases.items():
-            assert_resumed(ranks[name][rank], plain, step)
+    # A copy replaces a link, and not what it points to.
+    for last in ("link", True):
+        fit(0, callbacks=saving(LIGHTNING, copies, every_n_train_steps=8, save_last=last, **newest))
+    fit(24, path=copies / "last.ckpt")
+    fit(0, callbacks=[at({9: save(tmp_path / "9.ckpt"), 12: over})])
+    fit(12, path=link)
     assert_whole(tmp_path / "9.ckpt")
     assert not link.is_symlink()
+
+    box = [*saving(LIGHTNING, boxed, every_n_train_steps=11, **NEWEST), Thing()]
+    fit(0, callbacks=box, trainer_choices={"plugins": [Boxed()]})
+    fit(22, path=boxed / "step=22.ckpt", checkpoint_io=Boxed(), weights_only=False)
     assert names_in(boxed) == ["step=22.ckpt", "step=22.ckpt.sdiloco"]
-    for folder, own in ((copies, 16), (tmp_path / "elsewhere/a", 18), (tmp_path / "elsewhere/b", 18)):
+
+    for name, more in (("now", {}), ("late", {"trainer_choices": LATE})):
+        url = f"elsewhere://{name}"
+        keep = saving(LIGHTNING, url, every_n_train_steps=6, save_last=True, **newest)
+        fit(0, callbacks=[at({step: save(f"{url}/only.ckpt") for step in (7, 9)}), *keep], **more)
+        fit(9, path=f"{url}/only.ckpt")
+        fit(24, path=f"{url}/last.ckpt")
+    for folder, own in ((copies, 16), (tmp_path / "elsewhere/now", 18), (tmp_path / "elsewhere/late", 18)):
         stands = ["last.ckpt", f"step={own}.ckpt", "step=24.ckpt"]
         assert names_in(folder, "[ls]*") == sorted(stands + [f"{name}.sdiloco" for name in stands])
         for name in stands if folder == copies else [*stands, "only.ckpt"]:
             assert save_folder(folder / name)
 
 
-def test_a_file_takes_its_place_in_one_step_wherever_temporary_files_lie(tmp_path: Path) -> None:
-    """Lightning writes to the temporary folder and moves, which is a copy if that is another file system."""
-    path = tmp_path / "a.ckpt"
-
-    def run(rank: int, world_size: int) -> list[str]:
-        moved: list[str] = []
-        original = LocalFileOpener.commit
-
-        def commit(self: Any) -> None:
-            moved.append(self.path)
-            original(self)
-
-        LocalFileOpener.commit = commit
-        run_fit(rank, world_size, steps=5, callbacks=[at({3: save(path), 4: save(path)})])
-        return moved
-
-    moved, none = run_processes(run, 2)
-    assert [name.startswith(f"{path}.sdiloco/") for name in moved] == [True, True]
-    assert none == []
-    assert_whole(path)
-    assert names_in(save_folder(path)) == ["manifest.json", "rank_00000.pt", "rank_00001.pt"]
-
-
-def half(distribution: str, seed: int) -> Any:
-    """Parameters in bfloat16."""
-    model = traced(distribution, seed)
-
-    class Half(type(model)):  # type: ignore[misc]
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            return super().training_step(tuple(part.bfloat16() for part in parts), index)
-
-    model.__class__ = Half
-    return model
-
-
+@in_ranks(2)
 def test_files_hold_the_outer_model_in_the_dtypes_of_its_parameters_and_folders_the_float32_values(
-    tmp_path: Path,
+    rank: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "21.ckpt"
-    halved = partial(run_fit, make=half, trainer_choices={"precision": "bf16-true"})
-    ranks = play(2, {"saved": partial(halved, callbacks=[at({21: save(path)})]), "resumed": partial(halved, path=path)})
-    state, outer = torch.load(path, weights_only=True)["state_dict"], outer_of(ranks["saved"][0], 21)
+    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.loss(tuple(part.bfloat16() for part in parts))  # type: ignore[no-any-return]
+
+    path, make = tmp_path / "21.ckpt", partial(traced, training_step=training_step)
+    halved = partial(run_fit, rank, 2, make=make, trainer_choices={"precision": "bf16-true"})
+    saved = halved(callbacks=[at({21: save(path)})])
+    state, outer = torch.load(path, weights_only=True)["state_dict"], outer_of(saved, 21)
     assert {values.dtype for values in outer.values()} == {torch.float32}
     assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
     assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
-    for resumed, expected in zip(ranks["resumed"], ranks["saved"], strict=True):
-        assert_resumed(resumed, expected, 21)
+    assert_resumed(halved(path=path), saved, 21)

@@ -239,7 +239,9 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(
         }
         choices = known if knows else {}
         if distribution == "sharded":
-            return sharded.fit(rank, world_size, groups, (2, 1), 6, trainer_choices=choices, fragments="strided:1")
+            return sharded.fit(
+                rank, world_size, groups, (2, 1), steps=6, trainer_choices=choices, fragments="strided:1"
+            )
 
         def inspect(trainer: Any, module: Any) -> Any:
             numbers = trainer.world_size, trainer.global_rank, trainer.strategy.topology.num_groups

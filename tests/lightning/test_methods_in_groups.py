@@ -146,7 +146,7 @@ def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(rank: i
     fit = partial(sharded.fit, rank, 2 * GROUPS, **chosen, **sizes, save_distributed_checkpoint=False)
     path = tmp_path / "step=6.ckpt"
     plain = fit(callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6))
-    resumed = fit(resume=str(path))
+    resumed = fit(path=path)
     every: list[Any] = [None] * 2 * GROUPS
     torch.distributed.all_gather_object(every, plain["trace"][6])
     for name, values in torch.load(path, weights_only=True)["state_dict"].items():

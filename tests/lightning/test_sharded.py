@@ -1,8 +1,7 @@
-"""Worker groups that share one sharded model: the training of whole models, each value sent once, and checkpoints."""
+"""Worker groups that share one sharded model, and Muon inside: the training of whole models, and checkpoints."""
 
-import inspect
+import copy
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_sdiloco
+from benchmarks.models import GPT, next_byte_loss
 from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.comm.communicator import Communicator
@@ -31,14 +30,27 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import Saved, write_common_file
 from lightning_sdiloco.lightning import model_format
-from lightning_sdiloco.lightning import options as auto_settings
 from lightning_sdiloco.lightning.model_format import ShardedModel
-from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
-from tests.fits import play
-from tests.lightning.test_checkpoint import assert_resumed, assert_same, outer_of, saving, unequal
-from tests.ranks import run_processes, run_ranks
+from tests.fits import LIGHTNING, batches, play, refusal
+from tests.lightning.test_checkpoint import (
+    assert_resumed,
+    assert_same,
+    at,
+    names_in,
+    outer_of,
+    pl,
+    run_fit,
+    save,
+    save_folder,
+    saving,
+    unequal,
+)
+from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.training import batch
+
+from muon import muon_and_adamw  # isort: skip  (on the path since benchmarks.models)
+from pretrain_text import ByteGPT  # isort: skip
 
 # One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after step 6, two after 7;
 # after step 11, when all have landed once, the first are launched again.
@@ -46,18 +58,21 @@ CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "fragments": "st
 STEPS = 14
 Fit = dict[str, Any]
 
-fit = partial(sharded.fit, steps=STEPS, **CHOICES)
+fit = partial(sharded.fit, **{"steps": STEPS, **CHOICES})
+OF_DATA: dict[str, Any] = {"groups": 2, "sizes": (2, 1)}
+OF_TENSORS: dict[str, Any] = {"groups": 2, "sizes": (1, 2)}
 
 
 def plain(rank: int, world_size: int, inner: str = "sgd", net: Any = sharded.even, **choices: Any) -> Fit:
     """A fit of two groups of whole models."""
-    make = partial(sharded.plain, net=net)
-    return fits.fit(rank, world_size, 2, STEPS, {**CHOICES, **choices}, inner=inner, make=make)
+    make = partial(sharded.plain, inner=inner, net=net)
+    return run_fit(rank, world_size, make=make, **{"steps": STEPS, **CHOICES, **choices})
 
 
-def strategy(groups: int, data: int, tensor: int, **choices: Any) -> Any:
+def trainer_of(world_size: int, groups: int, data: int, tensor: int, choices: Any = {}, **more: Any) -> Any:  # noqa: B006
     sizes = {"data_parallel_size": data, "tensor_parallel_size": tensor}
-    return fits.strategy(worker_groups=groups, **sizes, **{**CHOICES, **choices})
+    strategy = fits.strategy(worker_groups=groups, **sizes, **{**CHOICES, **choices})
+    return fits.trainer(strategy=strategy, devices=world_size, **more)
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -65,9 +80,10 @@ def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
 
 
-def loss(net: nn.Module, outer: dict[str, Tensor]) -> float:
+def loss(outer: dict[str, Tensor]) -> float:
     """Of the batch that is validated."""
-    net.load_state_dict(outer)
+    net = sharded.even(0)
+    net.load_state_dict({name.removeprefix("net."): values for name, values in outer.items()})
     x, y = batch(9, 1)
     return float(nn.functional.mse_loss(net(x), y).detach())
 
@@ -75,15 +91,15 @@ def loss(net: nn.Module, outer: dict[str, Tensor]) -> float:
 # Training
 
 
+@in_ranks(2)
 def test_with_one_rank_per_group_the_outer_parameters_are_those_of_the_first_strategy_to_the_bit(
-    distribution: str,
+    rank: int, distribution: str
 ) -> None:
-    sharing: dict[str, Any] = {"groups": 2, "sizes": (1, 1), "distribution": distribution}
     for chosen in ({"inner": "sgd", "compression": "fp32"}, {"inner": "adamw", "compression": "fp4"}):
-        ranks = play(2, {"expected": partial(plain, **chosen), "actual": partial(fit, **sharing, **chosen)})
-        for one, other in zip(ranks["actual"], ranks["expected"], strict=True):
-            assert unequal(one["outer"], other["outer"]) == []
-            assert one["report"]["bytes_sent"] == other["report"]["bytes_sent"]
+        expected = plain(rank, 2, **chosen)
+        actual = fit(rank, 2, groups=2, sizes=(1, 1), distribution=distribution, **chosen)
+        assert_same(actual["outer"], expected["outer"])
+        assert actual["report"]["bytes_sent"] == expected["report"]["bytes_sent"]
 
 
 class InDouble(nn.Linear):
@@ -99,7 +115,7 @@ def of_two_dtypes(seed: int) -> nn.Sequential:
     return net
 
 
-def loop_of_your_own(rank: int, world_size: int) -> Fit:
+def loop_of_your_own(rank: int, world_size: int) -> dict[str, Tensor]:
     model, mesh = sharded.even(0), init_device_mesh("cpu", (2, 2), mesh_dim_names=("group", "data"))["data"]
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -112,50 +128,44 @@ def loop_of_your_own(rank: int, world_size: int) -> Fit:
         optimizer.step()
         engine.step()
     engine.finish()
-    return {"outer": engine.outer_state_dict()}
-
-
-def problems(ranks: list[Fit], expected: Fit, alone: Fit) -> list[str]:
-    """Where groups of ranks do not train as one rank alone, or send another number of bytes than it does."""
-    size, of_one = len(ranks) // 2, alone["report"]
-    flights = len(sharded.even(0)) // 2 + 1 + of_one["launches"]
-    # A rank without a value of a fragment sends a zero, and each has a control vector of its own.
-    padding, bytes_sent = 4 * flights * (size - 1), of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1)
-    wrong = []
-    for group in (ranks[:size], ranks[size:]):
-        sent = sum(rank["report"]["bytes_sent"] for rank in group)
-        wrong += [] if bytes_sent <= sent <= bytes_sent + padding else [f"{sent} bytes, not {bytes_sent}"]
-    for rank in ranks:
-        wrong += [] if distance(rank["outer"], expected["outer"]) < 1e-5 else ["another model"]
-        # The model is left with the outer parameters, the same bits on all ranks of all groups.
-        wrong += unequal(rank["model"], rank["outer"]) + unequal(rank["outer"], ranks[0]["outer"])
-        counted = ("inner_steps", "launches", "landings")
-        wrong += [key for key in counted if rank["report"][key] != of_one[key]]
-    return wrong
+    return {f"net.{name}": values for name, values in engine.outer_state_dict().items()}
 
 
 def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> None:
-    alone = play(2, {"plain": plain, "float64": partial(plain, net=of_two_dtypes)})
-    of_one = alone["plain"][0]
-    assert distance(of_one["outer"], sharded.even(0).state_dict()) > 0.1
-    four = play(
-        4,
-        {
-            "tensor": partial(fit, groups=2, sizes=(1, 2)),
-            "float64": partial(fit, groups=2, sizes=(2, 1), net=of_two_dtypes),
-            "loop": loop_of_your_own,
-        },
-    )
-    assert problems(four["tensor"], of_one, of_one) == []
-    for rank in four["loop"]:
-        assert distance(rank["outer"], of_one["outer"]) < 1e-5
-    for rank in four["float64"]:
+    def assert_alike(ranks: list[Fit], expected: Fit) -> None:
+        """Groups of ranks train as one rank alone, and send as many bytes."""
+        size, of_one = len(ranks) // 2, alone["plain"][0]["report"]
+        flights = len(sharded.even(0)) // 2 + 1 + of_one["launches"]
+        # A rank without a value of a fragment sends a zero, and each has a control vector of its own.
+        padding, expected_bytes = 4 * flights * (size - 1), of_one["bytes_sent"] + CONTROL_BYTES * flights * (size - 1)
+        for group in (ranks[:size], ranks[size:]):
+            sent = sum(rank["report"]["bytes_sent"] for rank in group)
+            assert expected_bytes <= sent <= expected_bytes + padding
+        for rank in ranks:
+            assert distance(rank["outer"], expected["outer"]) < 1e-5
+            # The model is left with the outer parameters, the same bits on all ranks of all groups.
+            assert unequal(rank["model"], rank["outer"]) + unequal(rank["outer"], ranks[0]["outer"]) == []
+            counted = ("inner_steps", "launches", "landings")
+            assert [key for key in counted if rank["report"][key] != of_one[key]] == []
+
+    warm = partial(plain, warmup_steps=6)
+    alone = play(2, {"plain": plain, "float64": partial(plain, net=of_two_dtypes), "warm": warm})
+    of_one, in_double, warmed = (ranks[0] for ranks in alone.values())
+    four = {"tensor": partial(fit, **OF_TENSORS), "float64": partial(fit, **OF_DATA, net=of_two_dtypes)}
+    four |= {"warm": warm, "warm shards": partial(fit, **OF_DATA, warmup_steps=6)}
+    ranks = play(4, {**four, "loop": loop_of_your_own})
+    assert_alike(ranks["tensor"], of_one)
+    for rank in ranks["warm"] + ranks["warm shards"]:
+        assert distance(rank["outer"], warmed["outer"]) < 1e-5
+    for outer in ranks["loop"]:
+        assert distance(outer, of_one["outer"]) < 1e-5
+    for rank in ranks["float64"]:
         assert {values.dtype for values in rank["model"].values()} == {torch.float32, torch.float64}
-        assert distance(rank["outer"], alone["float64"][0]["outer"]) < 1e-5
+        assert distance(rank["outer"], in_double["outer"]) < 1e-5
         assert unequal({name: values.float() for name, values in rank["model"].items()}, rank["outer"]) == []
     # Three data-parallel ranks do not divide a batch of eight, and so weigh its examples unequally.
     six = play(6, {"expected": plain, "actual": partial(fit, groups=2, sizes=(3, 1))})
-    assert problems(six["actual"], six["expected"][0], of_one) == []
+    assert_alike(six["actual"], six["expected"][0])
 
 
 def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resumes_exactly(
@@ -172,12 +182,11 @@ def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resume
         seen: list[int] = []
         model = sharded.sharded(seed=rank // 4)
         model.on_train_batch_start = lambda parts, index: seen.extend(parts[2].tolist())
-        trainer = fits.trainer(strategy=strategy(2, 2, 2), devices=world_size, max_epochs=1)
-        trainer.fit(model, DataLoader(data, batch_size=1))
+        trainer_of(world_size, 2, 2, 2, max_epochs=1, limit_val_batches=0).fit(model, DataLoader(data, batch_size=1))
         return seen
 
-    saved, path = saving(fits.LIGHTNING, tmp_path, every_n_train_steps=7), str(tmp_path / "step=7.ckpt")
-    cases = {"saved": partial(muon, callbacks=saved), "resumed": partial(muon, resume=path), "divided": divided}
+    saved, path = saving(LIGHTNING, tmp_path, every_n_train_steps=7), tmp_path / "step=7.ckpt"
+    cases = {"saved": partial(muon, callbacks=saved), "resumed": partial(muon, path=path), "divided": divided}
     ranks = play(8, cases)
     for one, other in zip(ranks["resumed"], ranks["saved"], strict=True):
         assert_resumed(one, other, 7)
@@ -188,124 +197,89 @@ def test_muon_of_shards_in_two_dimensions_steps_as_muon_of_the_matrix_and_resume
     assert sorted(example for examples in seen[::2] for example in examples) == list(range(8))
 
 
-def with_a_part_that_is_not_finite(rank: int, world_size: int) -> Fit:
-    """After its fifth step one rank of the second group has values that are not finite, the other has not."""
-    model, taken = sharded.sharded(inner="adamw", seed=rank // 2), []
-
-    def spoil(*args: Any) -> None:
-        taken.append(1)
-        if len(taken) == 5 and rank == 3:
-            # The first lands at once. Of the second the other rank of the group has only finite values.
-            for layer in (model.net[0], model.net[2]):
-                layer.weight.detach().to_local().fill_(float("nan"))
-
-    model.on_train_start = lambda: model.trainer.optimizers[0].register_step_post_hook(spoil)
-    chosen = strategy(2, 1, 2, overlap_steps=0, timeout=timedelta(seconds=10))
-    trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=STEPS)
-    trainer.fit(model, DataLoader(fits.Batches(rank // 2, 0, 1), batch_size=None))
-    return {"outer": chosen.outer_state_dict()}
-
-
-def with_a_group_that_stalls(rank: int, world_size: int) -> list[float]:
-    """When each batch started; the second group stalls before inner step 11, when nothing has been launched."""
-    started: list[float] = []
-    model = sharded.sharded(seed=rank // 2)
-
-    def start(parts: Any, index: int) -> None:
-        if index == 10 and rank // 2 == 1:
-            time.sleep(2)
-        started.append(time.monotonic())
-        model.log("rank", float(rank), sync_dist=True)
-
-    model.on_train_batch_start = start
-    chosen = strategy(2, 2, 1, fragments=[["*"]], sync_every=17)
-    trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=21, max_time="00:01:00:00")
-    trainer.fit(model, DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
-    return started
-
-
-def validated_around_fits(rank: int, world_size: int) -> Fit:
-    model, place = sharded.sharded(seed=rank // 2), (rank // 2, rank % 2, 2)
-    data = DataLoader(fits.Batches(9, 0, 1), batch_size=None)
-    chosen = strategy(2, 2, 1)
-    trainer = fits.trainer(strategy=chosen, devices=world_size, max_steps=7, limit_val_batches=1)
-
-    def seen() -> float:
-        return float(trainer.validate(model, data, verbose=False)[0]["seen"])
-
-    losses = [seen()]
-    for steps in (7, 12):
-        trainer.fit_loop.epoch_loop.max_steps = steps
-        trainer.fit(model, sharded.StatefulBatches(*place, 100))
-        losses.append(seen())
-    return {"seen": losses, "outer": chosen.outer_state_dict()}
-
-
-def test_precision_validation_faults_and_stalls_are_handled_as_by_the_first_strategy(
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="needs torch 2.9, which has Muon")
+def test_muon_of_the_example_steps_as_two_optimizers_with_one_scheduler_saved_copied_or_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(auto_settings, "measure_link", lambda topology, timeout: Link(gbit_s=5e-6, round_trip=0.05))
-    monkeypatch.setattr(auto_settings.Options, "step_time", lambda self: 0.05)
-    names = ("overlap_steps", "fragments")
-    of_data: dict[str, Any] = {"groups": 2, "sizes": (2, 1)}
+    def gpt(seed: int = 0) -> nn.Module:
+        torch.manual_seed(seed)
+        return GPT(layers=2, width=20, heads=2, context=8)
 
-    def chosen_before(rank: int, world_size: int) -> list[Fit]:
-        auto = fit(rank, world_size, **{**of_data, "steps": 20, "sync_every": 9, **dict.fromkeys(names, "auto")})
-        chosen = {name: getattr(auto["settings"], name) for name in names}
-        return [auto, fit(rank, world_size, **{**of_data, "steps": 20, "sync_every": 9, **chosen})]
+    def trained(model: nn.Module, optimizers: list[Any], steps: range) -> list[Tensor]:
+        for step in steps:
+            text = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(step))
+            model.zero_grad()
+            next_byte_loss(model, text[:, :-1], text[:, 1:]).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [parameter.detach() for parameter in model.parameters()]
 
-    ranks = play(
-        4,
-        {
-            "bf16-mixed": partial(fit, **of_data, trainer_choices={"precision": "bf16-mixed"}),
-            "bf16-true": partial(fit, groups=2, sizes=(1, 2), trainer_choices={"precision": "bf16-true"}),
-            "not finite": with_a_part_that_is_not_finite,
-            "validated": validated_around_fits,
-            "stalled": with_a_group_that_stalls,
-            "auto": chosen_before,
-        },
-    )
-    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
-        for rank in ranks[precision]:
-            assert {values.dtype for values in rank["outer"].values()} == {torch.float32}
-            assert {values.dtype for values in rank["model"].values()} == {dtype}
-    for case in ("bf16-mixed", "bf16-true", "not finite", "validated"):
-        first = ranks[case][0]["outer"]
-        assert all(bool(values.isfinite().all()) for values in first.values())
-        assert [unequal(rank["outer"], first) for rank in ranks[case]] == [[]] * 4
+    model, twin, other = gpt(), gpt(), gpt(seed=1)
+    both = muon_and_adamw(model, lr=0.01, weight_decay=0.3)
+    named = dict(twin.named_parameters())
+    matrices = {name: p for name, p in named.items() if name.startswith("blocks.") and p.dim() == 2}
+    embeddings = [p for name, p in named.items() if name not in matrices and p.dim() == 2]
+    vectors = [p for p in named.values() if p.dim() == 1]
+    groups = [{"params": embeddings, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
+    muon = torch.optim.Muon(list(matrices.values()), lr=0.01, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    apart = [muon, torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))]
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (both, *apart)]
+    assert all(map(torch.equal, trained(model, [both], range(3)), trained(twin, apart, range(3))))
+    for scheduler in schedulers:
+        scheduler.step()
+    copied, again = copy.deepcopy((model, both)), muon_and_adamw(other, lr=1.0)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(copy.deepcopy(both.state_dict()))
+    expected = trained(twin, apart, range(3, 6))
+    for one, its in ((model, both), copied, (other, again)):
+        assert all(map(torch.equal, trained(one, [its], range(3, 6)), expected))
+        assert {group["lr"] for group in its.param_groups} == {0.005}
 
-    seen = ranks["validated"][0]["seen"]
-    assert [rank["seen"] for rank in ranks["validated"]] == [seen] * 4
-    assert abs(seen[0] - loss(sharded.even(0), sharded.even(0).state_dict())) < 1e-6
-    outer = {name.removeprefix("net."): values for name, values in ranks["validated"][0]["outer"].items()}
-    assert abs(seen[2] - loss(sharded.even(0), outer)) < 1e-6
+    told = refusal(muon_and_adamw, nn.Sequential(nn.Linear(2, 2)), lr=0.01)
+    assert "Sequential has no trainable matrix in a list called 'blocks'" in told
+    told = refusal(both.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]})
+    assert "make the optimizer of all of them" in told
+    monkeypatch.delattr(torch.optim, "Muon")
+    assert "torch 2.9 or newer, or choose the optimizer 'adamw'" in refusal(ByteGPT, optimizer="muon")
+
+
+@in_ranks(4)
+def test_precision_validation_and_faults_are_handled_as_by_the_first_strategy(rank: int) -> None:
+    def arm(trainer: Any) -> None:
+        def spoil(*args: Any) -> None:
+            handle.remove()
+            # The first lands at once. Of the second the other rank of the group has only finite values.
+            for layer in (0, 2) if rank == 3 else ():
+                trainer.lightning_module.net[layer].weight.detach().to_local().fill_(float("nan"))
+
+        handle = trainer.optimizers[0].register_step_post_hook(spoil)
+
+    mixed = fit(rank, 4, **OF_DATA, trainer_choices={"precision": "bf16-mixed"})
+    true = fit(rank, 4, **OF_TENSORS, trainer_choices={"precision": "bf16-true"})
+    # After its fifth step one rank of the second group has values that are not finite, the other has not.
+    more = {"overlap_steps": 0, "timeout": timedelta(seconds=10), "inner": "adamw"}
+    spoiled = fit(rank, 4, **OF_TENSORS, callbacks=[at({4: arm})], **more)
+    for fitted, dtype in ((mixed, torch.float32), (true, torch.bfloat16), (spoiled, torch.float32)):
+        assert {values.dtype for values in fitted["outer"].values()} == {torch.float32}
+        assert {values.dtype for values in fitted["model"].values()} == {dtype}
+        assert all(bool(values.isfinite().all()) for values in fitted["outer"].values())
+        assert agreed(fitted["outer"])
+
+    # Validated before, between and after fits.
+    model = sharded.sharded(seed=rank // 2)
+    trainer = trainer_of(4, 2, 2, 1, max_steps=7, limit_val_batches=1)
+    seen = [trainer.validate(model, verbose=False)[0]["seen"]]
+    for steps in (7, 12):
+        trainer.fit_loop.epoch_loop.max_steps = steps
+        trainer.fit(model, batches(rank // 2, rank % 2, 2))
+        seen.append(trainer.validate(model, verbose=False)[0]["seen"])
+    assert agreed(seen)
+    assert abs(seen[0] - loss(sharded.even(0).state_dict())) < 1e-6
+    assert abs(seen[2] - loss(trainer.strategy.outer_state_dict())) < 1e-6
     assert len(set(seen)) == 3
-
-    one, *_, other = ranks["stalled"]
-    assert one[16] < other[10]
-    assert one[20] > other[10], "and a landing waits, or the test would show nothing"
-
-    for auto, explicit in ranks["auto"]:
-        assert auto["report"]["landings"] > 0
-        assert unequal(auto["outer"], explicit["outer"]) + unequal(auto["model"], explicit["model"]) == []
 
 
 # Checkpoints
-
-
-class Saver(sharded.callbacks_of().Callback):  # type: ignore[misc]
-    """Saves over one checkpoint, before the first step and in the midst of steps."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: Any, *args: Any) -> None:
-        trainer.save_checkpoint(self.path)
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, parts: Any, index: int) -> None:
-        if index % 4 == 0:
-            trainer.save_checkpoint(self.path)
-
 
 IN_PLAIN_TORCH = """
 import sys
@@ -317,153 +291,120 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 folder, expected, target = sys.argv[1:]
 dcp_to_torch_save(folder, target)
-state = torch.load(target, weights_only=True)["state_dict"]
-expected = torch.load(expected, weights_only=True)
-assert state.keys() == expected.keys(), (state.keys(), expected.keys())
-assert all(torch.equal(state[name], expected[name]) for name in expected)
+torch.testing.assert_close(torch.load(target)["state_dict"], torch.load(expected), rtol=0, atol=0)
 print("same")
 """
 
 
-def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_of_bits(tmp_path: Path) -> None:
+@in_ranks(4)
+def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_of_bits(
+    rank: int, tmp_path: Path
+) -> None:
     accumulating = {"accumulate_grad_batches": 2}
-    folder = partial(fit, groups=2, sizes=(2, 1), inner="adamw", compression="fp4", trainer_choices=accumulating)
-    file = partial(fit, groups=2, sizes=(1, 2), inner="adamw", save_distributed_checkpoint=False)
-    newest = sharded.callbacks_of().ModelCheckpoint(
+    # FSDP2 keeps the parameters of the outermost module whole after a validation, unless it is told not to.
+    validating = {**accumulating, "val_check_interval": 4, "limit_val_batches": 1}
+    folder = partial(fit, rank, 4, **OF_DATA, inner="adamw", compression="fp4", trainer_choices=accumulating)
+    newest = pl.callbacks.ModelCheckpoint(
         tmp_path / "newest", "{step}", every_n_train_steps=6, monitor="step", mode="max", save_last="link"
     )
-    callbacks = [Saver(tmp_path / "same.ckpt"), newest, *saving(fits.LIGHTNING, tmp_path, every_n_train_steps=1)]
-    cases: dict[str, Any] = {
-        "plain": folder,
-        # FSDP2 keeps the parameters of the outermost module whole after a validation, unless it is told not to.
-        "disturbed": partial(folder, callbacks=callbacks, validation=4),
-        "6": partial(folder, resume=str(tmp_path / "step=6.ckpt")),
-        "11": partial(folder, resume=str(tmp_path / "step=11.ckpt")),
-        "12": partial(folder, resume=str(tmp_path / "newest" / "last.ckpt")),
-        "file": partial(file, callbacks=saving(fits.LIGHTNING, tmp_path / "file", every_n_train_steps=1)),
-        "7": partial(file, resume=str(tmp_path / "file" / "step=7.ckpt")),
-    }
-    ranks = play(4, cases)
-    for rank, expected in enumerate(ranks["plain"]):
-        for case, step in (("disturbed", 0), ("6", 6), ("11", 11), ("12", 12)):
-            assert_resumed(ranks[case][rank], expected, step)
-        assert_resumed(ranks["7"][rank], ranks["file"][rank], 7)
-        assert abs(ranks["disturbed"][rank]["logged"]["seen"] - loss(sharded.even(1), expected["outer"])) < 1e-6
+    # In the midst of steps, too.
+    again = at(dict.fromkeys(range(STEPS), save(tmp_path / "same.ckpt")))
+    callbacks = [again, newest, *saving(LIGHTNING, tmp_path, every_n_train_steps=1)]
+    plain = folder()
+    seen = {"inspect": lambda trainer: float(trainer.callback_metrics["seen"])}
+    disturbed = folder(callbacks=callbacks, trainer_choices=validating, **seen)
+    assert_resumed(disturbed, plain, 0)
+    assert abs(disturbed["inspected"] - loss(plain["outer"])) < 1e-6
+    for name, step in (("step=6.ckpt", 6), ("step=11.ckpt", 11), ("newest/last.ckpt", 12)):
+        assert_resumed(folder(path=tmp_path / name), plain, step)
+
+    kept = tmp_path / "file"
+    file = partial(fit, rank, 4, **OF_TENSORS, inner="adamw", save_distributed_checkpoint=False)
+    saved = file(callbacks=saving(LIGHTNING, kept, every_n_train_steps=1))
+    assert_resumed(file(path=kept / "step=7.ckpt"), saved, 7)
+    assert_same(torch.load(kept / "step=12.ckpt", weights_only=True)["state_dict"], outer_of(saved, 12))
 
     # One is overwritten, of the other the newest is kept.
-    beside = ["last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco"]
-    assert sorted(path.name for path in (tmp_path / "newest").iterdir()) == beside
-    (save,) = (tmp_path / "same.ckpt.sdiloco").iterdir()
-    assert sorted(path.name for path in save.iterdir()) == ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
-    assert {path.name for path in tmp_path.glob("same*")} == {"same.ckpt", "same.ckpt.sdiloco"}
+    assert names_in(tmp_path / "newest") == ["last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco"]
+    beside = ["manifest.json", *(f"rank_{i:05d}.pt" for i in range(4))]
+    assert names_in(save_folder(tmp_path / "same.ckpt")) == beside
+    assert names_in(tmp_path, "same*") == ["same.ckpt", "same.ckpt.sdiloco"]
 
     # What was saved in flight, where local parameters are others, is the outer model in plain torch.
-    outer = outer_of(ranks["disturbed"][0], 12)
-    assert "net.0.weight" in outer
-    torch.save(outer, tmp_path / "expected.pt")
-    paths = map(str, (tmp_path / "step=12.ckpt", tmp_path / "expected.pt", tmp_path / "converted.pt"))
-    done = subprocess.run([sys.executable, "-c", IN_PLAIN_TORCH, *paths], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "same\n", done.stderr
-    model = sharded.plain(seed=1)
-    model.load_state_dict(torch.load(tmp_path / "file" / "step=12.ckpt", weights_only=True)["state_dict"])
-    assert_same(dict(model.state_dict()), outer_of(ranks["file"][0], 12))
+    if rank == 0:
+        torch.save(outer_of(disturbed, 12), tmp_path / "expected.pt")
+        paths = map(str, (tmp_path / "step=12.ckpt", tmp_path / "expected.pt", tmp_path / "converted.pt"))
+        done = subprocess.run([sys.executable, "-c", IN_PLAIN_TORCH, *paths], capture_output=True, text=True)
+        assert done.stdout == "same\n", done.stderr
 
 
 def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and_back(tmp_path: Path) -> None:
-    whole: dict[str, Any] = {
-        "overlap_steps": 0,
-        "outer_optimizer": partial(torch.optim.AdamW, lr=0.1),
-        "save_distributed_checkpoint": False,
-    }
     adamw = partial(fit, inner="adamw")
-
-    def first_strategy(rank: int, world_size: int) -> dict[str, Tensor]:
-        chosen = {**CHOICES, **whole}
-        del chosen["save_distributed_checkpoint"]
-        trainer = fits.trainer(
-            strategy=fits.strategy(worker_groups=2, **chosen),
-            devices=world_size,
-            max_steps=19,
-            enable_checkpointing=True,
-            callbacks=saving(fits.LIGHTNING, tmp_path / "back", every_n_train_steps=9),
-        )
-        model = sharded.plain(inner="adamw", seed=rank)
-        outer: dict[str, Tensor] = {}
-        model.on_train_batch_start = lambda *args: outer or outer.update(trainer.strategy.outer_state_dict())
-        path = str(tmp_path / "file" / "step=9.ckpt")
-        trainer.fit(model, sharded.StatefulBatches(rank, 0, 1, 100), ckpt_path=path)
-        return outer
-
+    outer: dict[str, Any] = {"overlap_steps": 0, "outer_optimizer": partial(torch.optim.AdamW, lr=0.1)}
+    whole: dict[str, Any] = {**outer, "save_distributed_checkpoint": False}
     # After step 10 a fragment is in flight: it lands on loading.
-    flying, file = str(tmp_path / "step=10.ckpt"), str(tmp_path / "file" / "step=9.ckpt")
-    of_data: dict[str, Any] = {"groups": 2, "sizes": (2, 1)}
-    save, save_file = (
-        saving(fits.LIGHTNING, tmp_path, every_n_train_steps=10),
-        saving(fits.LIGHTNING, tmp_path / "file", every_n_train_steps=9),
-    )
+    flying, file, back = (tmp_path / name for name in ("step=10.ckpt", "file/step=9.ckpt", "back/step=18.ckpt"))
+    keep = saving(LIGHTNING, tmp_path, every_n_train_steps=10)
+    keep_file = saving(LIGHTNING, file.parent, every_n_train_steps=9)
     four = play(
         4,
         {
-            "flying": partial(adamw, **of_data, steps=11, callbacks=save),
-            "tensor": partial(adamw, groups=2, sizes=(1, 2), steps=12, resume=flying),
-            "one": partial(adamw, groups=1, sizes=(4, 1), steps=12, resume=flying),
-            "file": partial(adamw, **of_data, steps=10, callbacks=save_file, **whole),
-            "both": partial(adamw, groups=1, sizes=(2, 2), steps=11, resume=file, **whole),
+            "flying": partial(adamw, **OF_DATA, steps=11, callbacks=keep),
+            "tensor": partial(adamw, **OF_TENSORS, steps=12, path=flying),
+            "one": partial(adamw, groups=1, sizes=(4, 1), steps=12, path=flying),
+            "file": partial(adamw, **OF_DATA, steps=10, callbacks=keep_file, **whole),
+            "both": partial(adamw, groups=1, sizes=(2, 2), steps=11, path=file, **whole),
         },
     )
-    four |= play(6, {"three": partial(adamw, groups=3, sizes=(2, 1), steps=12, resume=flying)})
-    for case, at in (("tensor", 10), ("one", 10), ("three", 10), ("both", 9)):
+    four |= play(6, {"three": partial(adamw, groups=3, sizes=(2, 1), steps=12, path=flying)})
+    for case, step in (("tensor", 10), ("one", 10), ("three", 10), ("both", 9)):
         for rank in four[case]:
-            assert sorted(rank["trace"]) == [at, at + 1]
-            assert unequal(outer_of(rank, at), outer_of(four["tensor" if at == 10 else "file"][0], at)) == []
-            assert rank["report"]["inner_steps"] == at + 2
+            assert sorted(rank["trace"]) == [step, step + 1]
+            assert_same(outer_of(rank, step), outer_of(four["tensor" if step == 10 else "file"][0], step))
+            assert rank["report"]["inner_steps"] == step + 2
     assert outer_of(four["tensor"][0], 10).keys() == outer_of(four["flying"][0], 10).keys()
 
-    for outer in play(2, {"first": first_strategy})["first"]:
-        assert_same(outer, outer_of(four["file"][0], 9))
-    path = tmp_path / "back" / "step=18.ckpt"
-    back = play(4, {"back": partial(adamw, **of_data, steps=19, resume=str(path), **whole)})["back"]
-    assert_same(outer_of(back[0], 18), torch.load(path, weights_only=True)["state_dict"])
+    keep_back = saving(LIGHTNING, back.parent, every_n_train_steps=9)
+    first = partial(plain, inner="adamw", steps=19, callbacks=keep_back, path=file, **outer)
+    for rank in play(2, {"first": first})["first"]:
+        assert_same(outer_of(rank, 9), outer_of(four["file"][0], 9))
+    (again, *_) = play(4, {"again": partial(adamw, **OF_DATA, steps=19, path=back, **whole)})["again"]
+    assert_same(outer_of(again, 18), torch.load(back, weights_only=True)["state_dict"])
 
 
 def test_a_signal_ends_all_with_a_checkpoint_that_resumes_exactly_and_an_exception_waits_for_nobody(
     tmp_path: Path,
 ) -> None:
-    adamw = partial(fit, groups=2, sizes=(2, 1), inner="adamw", timeout=timedelta(seconds=10))
-    callbacks = sharded.callbacks_of()
+    adamw = partial(fit, **OF_DATA, inner="adamw", timeout=timedelta(seconds=10))
 
-    class Told(callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_rank == 2 and trainer.global_step == 8:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def keep(on_exception: bool, acts: Any) -> list[Any]:
+        return [at(acts), pl.callbacks.ModelCheckpoint(tmp_path, save_on_exception=on_exception)]
 
-    class Failing(callbacks.Callback):  # type: ignore[misc, name-defined]
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.global_rank == 1 and trainer.global_step == 6:
-                raise ArithmeticError("this rank fails")
+    def terminate(trainer: Any) -> None:
+        if trainer.global_rank == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def told(rank: int, world_size: int) -> bool:
-        try:
-            adamw(rank, world_size, callbacks=[Told(), callbacks.ModelCheckpoint(tmp_path, save_on_exception=False)])
-        except SIGTERMException:
-            return True
-        return False
+    def fail(trainer: Any) -> None:
+        if trainer.global_rank == 1:
+            raise ArithmeticError("this rank fails")
 
-    def resumed(rank: int, world_size: int) -> Fit:
+    def told(rank: int, world_size: int) -> Fit:
+        plain = adamw(rank, world_size)
+        refusal(adamw, rank, world_size, kind=SIGTERMException, callbacks=keep(False, {8: terminate}))
+        return plain
+
+    def resumed(rank: int, world_size: int) -> None:
         (path,) = tmp_path.glob("terminated-*.ckpt")
-        return adamw(rank, world_size, resume=str(path))
+        one = adamw(rank, world_size, path=path)
+        assert_resumed(one, ranks[rank], min(one["trace"]))
 
-    ranks = play(4, {"plain": adamw, "told": told}) | play(4, {"resumed": resumed})
-    assert ranks["told"] == [True] * 4
-    for one, other in zip(ranks["resumed"], ranks["plain"], strict=True):
-        assert_resumed(one, other, min(one["trace"]))
-
+    ranks = run_processes(told, 4)
+    run_processes(resumed, 4)
     for path in tmp_path.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    saves = [Failing(), callbacks.ModelCheckpoint(tmp_path, save_on_exception=True)]
-    errors = run_processes(partial(adamw, callbacks=saves), 4, expect_failure=True)
+    errors = run_processes(partial(adamw, callbacks=keep(True, {6: fail})), 4, expect_failure=True)
     assert sorted(errors) == [0, 1, 2, 3]
-    assert "ArithmeticError: this rank fails" in errors[1]
+    assert errors[1].splitlines()[-1] == "ArithmeticError: this rank fails"
     assert not list(tmp_path.glob("*.ckpt"))
     assert list(tmp_path.glob("*.sdiloco/exception/rank_00001.pt"))
 
@@ -494,10 +435,9 @@ def test_no_rank_writes_a_folder_before_the_first_can_and_all_raise_if_it_cannot
             before = getattr(module, name)
             setattr(module, name, cannot)
             saved, topology = Saved(str(path), {"save": "some"}, [], []), Topology(2, rank, world=group)
-            with pytest.raises(OSError, match="rank 0") as caught:
-                write_common_file(saved, topology, lambda: model_format.write_folder({"state_dict": {}}, path, group))
+            writing = partial(model_format.write_folder, {"state_dict": {}}, path, group)
+            told.append(refusal(write_common_file, saved, topology, writing, kind=OSError))
             setattr(module, name, before)
-            told.append(str(caught.value))
         return told
 
     for told in run_ranks(write, 2):
@@ -519,34 +459,13 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     assert shape(8, 1, worker_groups=2, tensor_parallel_size=2) == (2, 2, 2)
     assert shape(8, 1, data_parallel_size=2, tensor_parallel_size=2) == (2, 2, 2)
     assert shape(3, 1) == (3, 1, 1)
-    with pytest.raises(ValueError, match="do not fill a worker group, which has 4 ranks"):
-        shape(8, 1, worker_groups=2, data_parallel_size=3)
-    with pytest.raises(ValueError, match="tensor_parallel_size=0 is out of range"):
-        shape(8, 1, tensor_parallel_size=0)
-    with pytest.raises(ValueError, match="do not fill a worker group"):
-        fits.trainer(strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=4)
+    assert "tensor_parallel_size=0 is out of range" in refusal(shape, 8, 1, tensor_parallel_size=0)
+    told = refusal(fits.trainer, strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=8)
+    assert "do not fill a worker group, which has 4 ranks" in told
 
 
-def test_both_strategies_have_the_same_arguments_with_the_same_words() -> None:
-    def described(kind: type, argument: str) -> str:
-        found = re.search(rf"\n    {argument}: (.*?)(?=\n    \w+: |\n\n)", inspect.getdoc(kind) or "", re.DOTALL)
-        assert found
-        return found.group(1)
-
-    for package in (lightning_sdiloco, lightning_sdiloco.pytorch_lightning):
-        kinds = package.StreamingDiLoCoStrategy, package.StreamingDiLoCoModelParallelStrategy
-        first, second = (dict(inspect.signature(kind).parameters) for kind in kinds)
-        common = list(first)[: list(first).index("start_method")]
-        own = ["data_parallel_size", "tensor_parallel_size", "save_distributed_checkpoint", "process_group_backend"]
-        assert list(second) == [*common, *own]
-        for name in common:
-            assert str(first[name]) == str(second[name])
-            assert described(kinds[0], name) == described(kinds[1], name)
-
-
-def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused() -> None:
-    callbacks = sharded.callbacks_of()
-
+@in_ranks(2)
+def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
     def with_more(model: Any) -> None:
         sharding = model.configure_model
 
@@ -559,28 +478,23 @@ def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused() -> None:
     def freezing(model: Any) -> None:
         model.on_train_epoch_start = lambda: model.net[0].requires_grad_(model.current_epoch == 0)
 
-    cases: list[tuple[str, Callable[[Any], None] | None, dict[str, Any]]] = [
+    cases: list[tuple[str, Callable[[Any], None], dict[str, Any]]] = [
         ("2 trainable parameters, such as 'extra.weight', are not sharded", with_more, {}),
-        ("copies the whole model", None, {"callbacks": [callbacks.EMAWeightAveraging()]}),
-        ("unfreezes layers between epochs", None, {"callbacks": [callbacks.BackboneFinetuning()]}),
-        ("Parameters were frozen or became trainable", freezing, {"max_epochs": 2, "limit_train_batches": 2}),
+        ("copies the whole model", lambda model: None, {"callbacks": [pl.callbacks.EMAWeightAveraging()]}),
+        ("unfreezes layers between epochs", lambda model: None, {"callbacks": [pl.callbacks.BackboneFinetuning()]}),
+        ("were frozen or became trainable", freezing, {"max_epochs": 2, "limit_train_batches": 2}),
     ]
+    for words, change, choices in cases:
+        change(model := sharded.sharded(seed=0))
+        trainer = trainer_of(2, 1, 2, 1, limit_val_batches=0, **{"max_steps": 20, **choices})
+        told = refusal(trainer.fit, model, batches(0, rank, 2))
+        assert words in told
+        assert told.endswith(".")
 
-    def run(rank: int, world_size: int) -> list[str]:
-        told = []
-        for _, change, choices in cases:
-            model = sharded.sharded(seed=0)
-            if change is not None:
-                change(model)
-            trainer = fits.trainer(strategy=strategy(1, 2, 1), devices=world_size, **{"max_steps": 20, **choices})
-            with pytest.raises(ValueError, match="\\.$") as caught:
-                trainer.fit(model, DataLoader(fits.Batches(0, rank, 2), batch_size=None))
-            told.append(str(caught.value))
-        return told
 
-    for texts in run_processes(run, 2):
-        assert [words for text, (words, _, _) in zip(texts, cases, strict=True) if words not in text] == []
-    # Lightning itself looks at the precision only where the strategy is an object.
+@in_ranks(1)
+def test_another_precision_is_refused_where_the_strategy_is_a_name(rank: int) -> None:
+    """Lightning itself looks at it only where the strategy is an object."""
     trainer = fits.trainer(strategy="streaming_diloco_model_parallel", devices=1, precision="64-true")
-    with pytest.raises(ValueError, match="precision='64-true' does not work with sharded models"):
-        trainer.fit(sharded.sharded(), DataLoader(fits.Batches(0, 0, 1), batch_size=None))
+    told = refusal(trainer.fit, sharded.sharded(), batches(0))
+    assert "precision='64-true' does not work with sharded models" in told

@@ -1,26 +1,33 @@
-"""The strategy in a real Trainer: both distributions, what users read, what is counted, what is shown and saved."""
+"""The strategy in a real Trainer: both distributions, what users read and are told, what is counted and saved."""
 
-import csv
 import gc
 import importlib
+import inspect
+import logging
+import pickle
+import pydoc
 import threading
 import time
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
-from tests.fits import LIGHTNING, fit
+from tests.fits import LIGHTNING, batches, fit, refusal
 from tests.lightning.uneven_fits import same
-from tests.ranks import run_processes
+from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import mlp
 
+OTHER = "pytorch_lightning"
 pl = importlib.import_module(LIGHTNING)
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
@@ -31,251 +38,105 @@ def held(module: Any) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
-def batches(rank: int) -> Any:
-    return DataLoader(fits.Batches(rank, 0, 1), batch_size=None)
+@in_ranks(2)
+def test_the_name_is_enough_for_a_group_of_each_rank(rank: int) -> None:
+    for distribution, home in ((LIGHTNING, "lightning_pytorch"), (OTHER, "pytorch_lightning")):
+        trainer = fits.trainer(distribution, strategy="streaming_diloco", devices=2, max_steps=3)
+        trainer.fit(fits.module(distribution), batches(rank))
+        assert type(trainer.strategy).__module__ == f"lightning_sdiloco.{home}"
+        assert (trainer.strategy.topology.num_groups, trainer.strategy.report()["inner_steps"]) == (2, 3)
 
 
-def trainer_of(rank: int, steps: int, distribution: str = LIGHTNING, **choices: Any) -> Any:
-    strategy = fits.strategy(distribution, **SHORT)
-    return fits.trainer(distribution, **{"strategy": strategy, "devices": 2, "max_steps": steps, **choices})
-
-
-def test_the_name_is_enough_and_worker_groups_are_nodes_if_there_are_several() -> None:
+def test_worker_groups_are_nodes_if_there_are_several() -> None:
     def run(rank: int, world_size: int) -> Any:
-        told = []
-        for distribution in (LIGHTNING, "pytorch_lightning"):
-            trainer = fits.trainer(distribution, strategy="streaming_diloco", devices=2, max_steps=3)
-            trainer.fit(fits.module(distribution), batches(rank))
-            home = type(trainer.strategy).__module__
-            told.append((home, trainer.strategy.topology.num_groups, trainer.strategy.report()["inner_steps"]))
-        return told
-
-    def on_nodes(rank: int, world_size: int) -> Any:
         trainer = fits.trainer(strategy=fits.strategy(), devices=2, num_nodes=2, max_steps=1)
         trainer.fit(fits.module(), batches(rank))
         return trainer.strategy.topology.num_groups, trainer.strategy.topology.group_index
 
-    homes = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
-    assert run_processes(run, 2) == [[(home, 2, 3) for home in homes]] * 2
-    assert run_processes(on_nodes, 4, ranks_per_node=2) == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert run_processes(run, 4, ranks_per_node=2) == [(2, 0), (2, 0), (2, 1), (2, 1)]
 
 
-def normalised(distribution: str, inner: str, seed: int, **members: Any) -> Any:
-    """With buffers that change, that stay, and that are not saved."""
-    torch.manual_seed(seed)
+@in_ranks(4)
+def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> None:
+    """Each rank sees its share of the data, and after the fit all have the outer model."""
+
+    def everything() -> Any:
+        fragments = list(strategy.fragments)
+        return str(strategy.schedule), [f.names for f in fragments], [f.nbytes for f in fragments]
+
+    class Reader(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            assert (len(strategy.fragments), strategy.schedule.sync_every) == (2, 4)
+
+        def on_fit_end(self, trainer: Any, module: Any) -> None:
+            at_end.append((everything(), strategy.outer_state_dict()))
+
+    def training_step(self: Any, parts: list[Tensor], index: int) -> Tensor:
+        seen.extend(parts[2].tolist())
+        return self.loss(parts)  # type: ignore[no-any-return]
+
+    seen, at_end = [], []
+    torch.manual_seed(rank)
+    # With buffers that change, that stay, and that are not saved.
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.BatchNorm1d(3, affine=False))
-    net.register_buffer("constant", torch.full((4,), float(seed)))
-    net.register_buffer("own", torch.full((4,), float(seed)), persistent=False)
-    return fits.module(distribution, inner, seed, net, **members)
-
-
-def test_what_users_read_save_and_find_after_a_fit(distribution: str, tmp_path: Path) -> None:
-    """Each rank sees its share of the data; a checkpoint of flights holds the outer model, as all groups do after."""
+    net.register_buffer("constant", torch.full((4,), float(rank)))
+    net.register_buffer("own", torch.full((4,), float(rank)), persistent=False)
+    model = fits.module(distribution, net=net, training_step=training_step)
+    strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
+    assert "nothing to read before training: the fragments and the schedule are known" in refusal(
+        everything, kind=RuntimeError
+    )
+    trainer = fits.trainer(distribution, strategy=strategy, devices=4, max_epochs=1, callbacks=[Reader()])
     data = TensorDataset(torch.randn(224, 5), torch.randn(224, 3), torch.arange(224))
-
-    def run(rank: int, world_size: int) -> Any:
-        read: dict[str, Any] = {"seen": []}
-
-        def everything(strategy: Any) -> Any:
-            fragments = list(strategy.fragments)
-            about = str(strategy.schedule), [f.names for f in fragments], [f.nbytes for f in fragments]
-            return about, strategy.outer_state_dict(), set(strategy.report())
-
-        class Reader(importlib.import_module(distribution).Callback):  # type: ignore[misc]
-            def on_fit_start(self, trainer: Any, module: Any) -> None:
-                read["at_start"] = len(trainer.strategy.fragments), trainer.strategy.schedule.sync_every
-
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                if trainer.global_step == 11:  # all fragments have landed, and one is in flight again
-                    local = held(module)
-                    trainer.save_checkpoint(tmp_path / "in_flight.ckpt")
-                    assert same(held(module), local)
-                    read["saved"] = trainer.strategy.outer_state_dict()
-
-            def on_fit_end(self, trainer: Any, module: Any) -> None:
-                read["at_end"] = everything(trainer.strategy)
-
-        def training_step(self: Any, parts: list[Tensor], index: int) -> Tensor:
-            read["seen"] += parts[2].tolist()
-            return self.loss(parts)  # type: ignore[no-any-return]
-
-        model = normalised(distribution, "sgd", rank, training_step=training_step)
-        choices = {"devices": 4, "max_epochs": 1, "callbacks": [Reader()]}
-        strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
-        trainer = fits.trainer(distribution, strategy=strategy, **choices)
-        trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
-        read["after"], read["model"] = everything(trainer.strategy), held(model)
-        return read | {"buffers": dict(model.net.named_buffers())}
-
-    ranks = run_processes(run, 4)
-    assert sorted(sum((read["seen"] for read in ranks), [])) == list(range(224))
-    for read in ranks:
-        (table, names, sizes), outer, report = read["after"]
-        assert table.splitlines()[0].split() == ["step", "launches", "lands"]
-        assert names == [("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"), ("net.2.weight", "net.2.bias")]
-        assert sizes == [4 * (5 * 8 + 8 + 8 + 8), 4 * (8 * 3 + 3)]
-        assert list(outer) == list(read["model"])
-        assert {values.dtype for values in outer.values()} == {torch.float32}
-        assert (report, read["at_start"]) == (REPORT, (2, 4))
-        assert read["at_end"][0] == read["after"][0]
-        assert same(read["at_end"][1], outer)
-        assert same(read["model"], outer)
-        own = read["buffers"].pop("own")
-        assert same(read["buffers"], {name: v for name, v in ranks[0]["buffers"].items() if name != "own"}), own
-    assert not torch.equal(ranks[0]["buffers"]["1.running_mean"], torch.zeros(8))
-    checkpoint = torch.load(tmp_path / "in_flight.ckpt", weights_only=True)["state_dict"]
-    assert same({name: checkpoint[name] for name in ranks[0]["saved"]}, ranks[0]["saved"])
-    with pytest.raises(RuntimeError, match="nothing to read before training: the fragments and the schedule are known"):
-        fits.strategy().fragments  # noqa: B018
-
-
-def test_the_main_process_can_read_a_fit_that_ran_in_others() -> None:
-    model = LaunchedModel()
-    strategy = fits.strategy(start_method="fork", **SHORT)
-    fits.trainer(strategy=strategy, devices=2, max_steps=9).fit(model)
-    assert strategy.report()["inner_steps"] == 9
-    assert len(strategy.fragments) == strategy.schedule.fragments == 4
-    assert same(strategy.outer_state_dict(), held(model))
-
-
-class LaunchedModel(pl.LightningModule):  # type: ignore[misc, name-defined]
-    """At module level, so that a spawned process can unpickle it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = mlp()
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return DataLoader(TensorDataset(torch.randn(80, 5, generator=generator), torch.zeros(80, 3)), batch_size=4)
-
-    def training_step(self, parts: list[Tensor], index: int) -> Tensor:
-        return nn.functional.mse_loss(self.net(parts[0]), parts[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def test_evaluation_in_and_after_a_fit_uses_the_outer_model_and_changes_nothing(distribution: str) -> None:
-    """And another model is aligned before it is evaluated."""
-
-    def look(self: Any, parts: Any, index: int) -> None:
-        self.seen.append(held(self))
-        if not self.trainer.predicting:
-            self.log("rank", float(self.global_rank), sync_dist=True)
-
-    looking = dict.fromkeys(("validation_step", "test_step", "predict_step"), look)
-
-    def run(rank: int, world_size: int) -> Any:
-        loader = batches(rank)
-        one = dict.fromkeys(("limit_val_batches", "limit_test_batches", "limit_predict_batches"), 1)
-        outer, during = [], []
-        for validates in ({"limit_val_batches": 0}, {**one, "val_check_interval": 3}):
-            model = fits.module(distribution, "adamw", seen=[], **looking)
-            trainer = trainer_of(rank, 13, distribution, num_sanity_val_steps=0, **validates)
-            trainer.fit(model, loader, loader)
-            outer.append(trainer.strategy.outer_state_dict())
-            during.append(list(model.seen))
-        model.seen.clear()
-        results = [trainer.validate(model, loader, verbose=False), trainer.test(model, loader, verbose=False)]
-        trainer.predict(model, loader, return_predictions=False)
-        after = [len(model.seen) == 3, all(result[0]["rank"] == 0.5 for result in results)]
-        after += [same(values, outer[1]) for values in (*model.seen, held(model))]
-        torch.manual_seed(rank)
-        other = fits.module(distribution, seed=7 + rank, seen=[], **looking)
-        trainer.validate(other, loader, verbose=False)
-        return same(*outer), all(after), during, held(other)
-
-    (unchanged, right, (none, seen), aligned), (_, other_right, (_, other_seen), other_aligned) = run_processes(run, 2)
-    assert (unchanged, right, other_right, none, len(seen)) == (True, True, True, [], 4)
-    assert all(map(same, seen, other_seen)), "the same in all groups"
-    assert same(aligned, other_aligned)
-
-
-def test_a_landing_is_logged_and_the_progress_bar_shows_what_is_in_flight(distribution: str, tmp_path: Path) -> None:
-    def run(rank: int, world_size: int) -> tuple[list[Any], int]:
-        shown: list[Any] = []
-
-        class Bar(importlib.import_module(distribution).callbacks.TQDMProgressBar):  # type: ignore[misc]
-            def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-                metrics = self.get_metrics(trainer, module)
-                shown.append((metrics["outer_step"], metrics["in_flight"]))
-
-        logger = importlib.import_module(f"{distribution}.loggers").CSVLogger(tmp_path, name="", version="")
-        choices = {"callbacks": [Bar()], "enable_progress_bar": True, "logger": logger}
-        trained = fit(rank, world_size, 2, 9, {**SHORT, "outer_lr": 0.75}, distribution, trainer_choices=choices)
-        return shown, trained["report"]["landings"]
-
-    (shown, landings), _ = run_processes(run, 2)
-    at_first = [("0", "-")] * 3 + [("0", "0"), ("0", "0, 1")]
-    assert shown == [*at_first, ("1", "1, 2"), ("1", "2, 3"), ("1", "3, 0"), ("2", "-")]
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
-    logged = {"bytes_sent", "exposed_wait_ms", "outer_grad_norm", "outer_lr", "groups_left_out", "groups_outlying"}
-    assert {f"sdiloco/{name}" for name in logged} < rows[0].keys()
-    assert len(rows) == landings == 6
-    assert all(float(row["sdiloco/bytes_sent"]) > 40 and float(row["sdiloco/outer_grad_norm"]) > 0 for row in rows)
-    assert {(row["sdiloco/outer_lr"], row["sdiloco/groups_outlying"]) for row in rows} == {("0.75", "0")}
+    trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
+    ranks: list[Any] = [None] * 4
+    torch.distributed.all_gather_object(ranks, seen)
+    assert sorted(sum(ranks, [])) == list(range(224))
+    (table, names, sizes), outer = everything(), strategy.outer_state_dict()
+    assert table.splitlines()[0].split() == ["step", "launches", "lands"]
+    assert names == [("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"), ("net.2.weight", "net.2.bias")]
+    assert sizes == [4 * (5 * 8 + 8 + 8 + 8), 4 * (8 * 3 + 3)]
+    assert {values.dtype for values in outer.values()} == {torch.float32}
+    assert (at_end[0][0], set(strategy.report())) == (everything(), REPORT)
+    assert same(at_end[0][1], outer)
+    assert list(outer) == list(held(model))
+    assert same(held(model), outer)
+    assert agreed(net.state_dict()), "its buffers, too"
+    assert not torch.equal(net[1].running_mean, torch.zeros(8))
+    # Another model is aligned before it is evaluated.
+    other = fits.module(distribution, seed=7 + rank, test_step=lambda self, parts, index: None)
+    trainer.test(other, data, verbose=False)
+    assert agreed(held(other))
 
 
 def test_a_buffer_that_never_changes_travels_at_the_first_launch_and_in_the_final_exchange() -> None:
-    def run(rank: int, world_size: int) -> list[int]:
-        net = mlp(rank)
-        net.register_buffer("table", torch.arange(10_000.0))
-        choices = {"sync_every": 2, "overlap_steps": 0, "fragments": [["*"]]}
-        # And where nothing has landed, the final exchange alone makes buffers equal.
-        made: list[Any] = [(20, partial(fits.module, net=net), choices), (3, normalised, SHORT)]
-        trained = [
-            fit(rank, 2, 2, steps, chosen, make=make, inspect=lambda trainer, module: module.net.state_dict())
-            for steps, make, chosen in made
-        ]
-        return [trained[0]["report"]["bytes_sent"], trained[1]["inspected"]]
-
-    (sent, buffers), (other_sent, other_buffers) = run_processes(run, 2)
-    assert 2 * 40_000 < sent == other_sent < 2 * 40_000 + 10_000
-    assert same(buffers, other_buffers)
+    models = [mlp(), mlp()]
+    for model in models:
+        model.register_buffer("table", torch.arange(10_000.0))
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, fragments=[["*"]])
+    for _ in range(20):
+        groups.step()
+    groups.finish()
+    assert 2 * 40_000 < groups.engines[0].report()["bytes_sent"] < 2 * 40_000 + 10_000
 
 
-def test_a_callback_that_leaves_another_model_in_every_rank_is_an_error() -> None:
-    class Spoil(pl.Callback):  # type: ignore[misc, name-defined]
-        def on_train_end(self, trainer: Any, module: Any) -> None:
-            with torch.no_grad():
-                module.net[0].weight += trainer.global_rank
+@in_ranks(2)
+def test_several_trainers_use_the_same_process_groups_and_one_with_a_callback_that_changes_the_model_fails(
+    rank: int,
+) -> None:
+    def spoil(trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.net[0].weight += trainer.global_rank
 
-    def run(rank: int, world_size: int) -> str:
-        with pytest.raises(RuntimeError, match="After training the model differs between ranks") as error:
-            fit(rank, world_size, 2, 4, SHORT, trainer_choices={"callbacks": [Spoil()]})
-        return type(error.value).__name__
-
-    assert run_processes(run, 2) == ["AgreementError"] * 2
-
-
-def test_a_checkpoint_chosen_by_what_is_logged_per_batch_is_the_same_on_every_rank(tmp_path: Path) -> None:
-    def training_step(self: Any, parts: Any, index: int) -> Tensor:
-        self.log("train_loss", float(self.global_rank + index), sync_dist=True)
-        return self.loss(parts)  # type: ignore[no-any-return]
-
-    def run(rank: int, world_size: int) -> tuple[str, float]:
-        choices = {"monitor": "train_loss", "every_n_train_steps": 3, "filename": "{step}-{train_loss:.1f}"}
-        best = pl.callbacks.ModelCheckpoint(tmp_path, **choices)
-        trainer = trainer_of(rank, 10, callbacks=[best], enable_checkpointing=True)
-        trainer.fit(fits.module(training_step=training_step), batches(rank))
-        return Path(best.best_model_path).name, float(best.best_model_score)
-
-    assert run_processes(run, 2) == [("step=3-train_loss=2.5.ckpt", 2.5)] * 2
-    assert (tmp_path / "step=3-train_loss=2.5.ckpt").exists()
-
-
-def test_several_trainers_use_the_same_process_groups() -> None:
-    def run(rank: int, world_size: int) -> list[int]:
-        threads = []
-        for _ in range(4):
-            trainer_of(rank, 5).fit(fits.module(), batches(rank))
-            time.sleep(0.2)
-            threads.append(len(list(Path("/proc/self/task").iterdir())))
-        return threads
-
-    for threads in run_processes(run, 2):
-        assert threads[1:] == [threads[1]] * 3
+    threads = []
+    for _ in range(4):
+        fit(rank, 2, 2, 5, SHORT)
+        time.sleep(0.2)
+        threads.append(len(list(Path("/proc/self/task").iterdir())))
+    assert threads[1:] == [threads[1]] * 3
+    spoiled = {"callbacks": [pl.callbacks.LambdaCallback(on_train_end=spoil)]}
+    told = refusal(fit, rank, 2, 2, 4, SHORT, trainer_choices=spoiled, kind=RuntimeError)
+    assert "After training the model differs between ranks" in told
 
 
 def test_an_engine_that_is_dropped_takes_its_threads_along() -> None:
@@ -295,3 +156,78 @@ def test_an_engine_that_is_dropped_takes_its_threads_along() -> None:
     while lanes() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert lanes() == before
+
+
+# Arguments, and what is said of them
+
+
+def test_help_and_command_line_show_every_argument_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
+    own = ({"start_method", "ddp_kwargs"}, {"data_parallel_size", "save_distributed_checkpoint"})
+    for face, (name, needed) in product(("lightning_pytorch", "pytorch_lightning"), zip(names, own, strict=True)):
+        module = importlib.import_module(f"lightning_sdiloco.{face}")
+        kind, first = getattr(module, name), getattr(module, names[0])
+        arguments = inspect.signature(kind).parameters
+        text = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("Args:")[2].partition("Raises:")[0]
+        assert needed | {"worker_groups", "outer_optimizer", "resume"} <= arguments.keys()
+        assert [argument for argument in arguments if f"{argument}: " not in text] == []
+        assert text.count("mixing: Share") == 1
+        common = [str(argument) for argument in inspect.signature(first).parameters.values()][:18]
+        assert [str(argument) for argument in arguments.values()][:18] == common, "both strategies have them"
+        parser = ArgumentParser()
+        base = next(base for base in kind.__mro__ if not base.__module__.startswith("lightning_sdiloco"))
+        parser.add_argument("--strategy", type=base.__mro__[2])
+        path = f"lightning_sdiloco.{face}.{name}"
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--strategy.help={path}"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
+        assert "Share of the local parameters that is kept on landing" in shown
+        assert "static_graph" not in shown, "an argument of DistributedDataParallel"
+        chosen = parser.parse_args([f"--strategy={path}", "--strategy.mixing=0.25"])
+        assert vars(chosen.strategy.init_args).keys() == arguments.keys()
+        assert "mixing: 0.25" in parser.dump(chosen)
+        assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith("streaming_diloco")
+
+
+@in_ranks(2)
+def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit_or_nobody_knows(
+    rank: int, distribution: str
+) -> None:
+    cases: list[tuple[int, dict[str, Any], bool]] = [
+        (5, {"max_steps": 16}, True),
+        (2, {"max_steps": 21}, False),  # ten rounds
+        (2, {"max_epochs": 2}, True),
+        (2, {"max_epochs": 4, "accumulate_grad_batches": 4}, True),
+        (100, {"fast_dev_run": True}, False),
+        (100, {"max_steps": -1, "max_epochs": -1, "max_time": "00:00:00:00"}, False),
+    ]
+    said = fits.said_by("lightning_sdiloco")
+    for sync_every, trained, warns in cases:
+        said.clear()
+        strategy = fits.strategy(distribution, fragments=[["*"]], overlap_steps=1, sync_every=sync_every)
+        trainer = fits.trainer(distribution, strategy=strategy, devices=2, **trained)
+        trainer.fit(fits.module(distribution), fits.SomeBatches(rank, 8))
+        told = [text for text in said if "rounds fit" in text]
+        assert len(told) == (warns and rank == 0), trained
+        if told and "max_steps" in trained:
+            assert told == [
+                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit, so the worker groups hardly"
+                " learn from each other: sync_every=1 and overlap_steps=0 would give 10."
+            ]
+
+
+def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(caplog: pytest.LogCaptureFixture) -> None:
+    def rounds(schedule: Schedule, steps: int) -> int:
+        landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
+        return min(landed.count(fragment) for fragment in range(schedule.fragments))
+
+    for steps, overlap, fragments in product((3, 40, 300), (0, 5, 90), (1, 8)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
+        (told,) = [record.getMessage() for record in caplog.records]
+        schedules = {every: Schedule(every, min(overlap, every - 1), fragments) for every in range(1, 100)}
+        enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
+        advice = told.partition("each other: ")[2]
+        assert advice.startswith(f"sync_every={max(enough)} " if enough else "for 10 rounds it needs more inner steps")
