@@ -48,7 +48,7 @@ GRID = tuple(10 ** (-1 + 4 * index / 49) for index in range(50))
 """The bandwidths in Gbit/s that the paper tried: 50 from 0.1 to 1000, each 1.207 times the one before."""
 
 TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations of Table 4."""
+"""The compute utilisations of Table 4, for which a prediction names the bandwidth too."""
 
 MODELS: Mapping[str, PaperModel] = {
     "1B": PaperModel(1e9, layers=24, step_time=0.1),

@@ -10,10 +10,8 @@ from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import DataParallel, Method, Streaming
+from lightning_sdiloco.planning.paper import TARGETS
 from lightning_sdiloco.planning.workload import Groups, Model
-
-TARGETS = (0.5, 0.8, 0.9, 0.95, 0.99)
-"""The compute utilisations for which a prediction names the bandwidth: those of the paper's Table 4."""
 
 TARGET = 0.95
 """The compute utilisation that a recommendation aims at."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -18,39 +18,14 @@ from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.charter import LONGEST_GRACE
 from lightning_sdiloco.federation.quorum import All, Quorum
 from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
-from lightning_sdiloco.planning import paper
+from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Memory, Streaming
-from lightning_sdiloco.planning.planner import (
-    MARGIN,
-    TARGET,
-    HubLoad,
-    Prediction,
-    SharedOut,
-    alternatives,
-    hub_link,
-    predict,
-    recommend,
-    shared_out,
-    through_hub,
-    with_margin,
-)
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
 from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
 
 MakeModel = Callable[[], nn.Module]
-
-
-class Planned(NamedTuple):
-    own: Streaming
-    link: Link
-    steps: int
-    methods: dict[str, Prediction]
-    compressions: dict[str, Prediction]
-    recommended: Streaming
-    prediction: Prediction
-    utilisation_with_margin: float
 
 
 def plan(
@@ -125,35 +100,42 @@ def plan(
     require(steps >= 1, "steps", steps, "at least 1")
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
-    hub = None if hub_bandwidth is None else through_hub(described, settings, workers, link, hub_bandwidth)
+    hub = None if hub_bandwidth is None else planner.through_hub(described, settings, workers, link, hub_bandwidth)
     of_sites = of_links or {f"site {number}": bandwidth for number in range(groups)}
     waits = _asked_waits(settings, workers, link, hub, quorum, grace, delays, of_sites)
-    shared = shared_out(described, settings, workers, list(of_links.values())) if of_links else None
-    methods = alternatives(described, settings, workers)
+    shared = planner.shared_out(described, settings, workers, list(of_links.values())) if of_links else None
+    own, chosen = Streaming(described, settings, workers), planner.recommend(described, workers, link)
+    methods = planner.alternatives(described, settings, workers)
     compressed = {name: Streaming(described, replace(settings, compression=name), workers) for name in COMPRESSIONS}
-    chosen = recommend(described, workers, link)
-    planned = Planned(
-        own=Streaming(described, settings, workers),
-        link=link,
-        steps=steps,
-        methods={name: predict(method, link, steps) for name, method in methods.items()},
-        compressions={name: predict(method, link, steps) for name, method in compressed.items()},
-        recommended=chosen,
-        prediction=predict(chosen, link, steps),
-        utilisation_with_margin=chosen.utilisation(with_margin(link)),
-    )
+    predicted = {name: planner.predict(method, link, steps) for name, method in methods.items()}
+    told: dict[str, Any] = {
+        "parameters": described.numel,
+        "gradient_bytes": described.nbytes,
+        **vars(workers),
+        "link": link,
+        "steps": steps,
+        "settings": _settings(own),
+        "methods": predicted,
+        "compressions": {name: planner.predict(method, link, steps) for name, method in compressed.items()},
+        "memory": own.memory,
+        "recommendation": {
+            **_settings(chosen),
+            **planner.predict(chosen, link, steps)._asdict(),
+            "utilisation_with_margin": chosen.utilisation(planner.with_margin(link)),
+            "memory": chosen.memory,
+        },
+    }
     if picture is not None:
         curves = {name: partial(_at, method.utilisation, link) for name, method in methods.items()}
         # From where nothing works to where DDP does, with the link that was asked about in between.
-        busy = [need for prediction in planned.methods.values() for need in prediction.gbit_s_for.values() if need]
+        busy = [need for prediction in predicted.values() for need in prediction.gbit_s_for.values() if need]
         first, last = (math.log10(bound(bandwidth, *busy)) for bound in (min, max))
         title = f"{described.numel:,} parameters, {step_time:g} s per inner step"
         _draw(picture, {title: curves}, math.floor(first) - 1, math.ceil(last), mark=bandwidth)
     if format == "json":
         more = {"hub": hub, "waits": waits, "links": shared}
-        told = _plan_as_json(planned) | {name: own for name, own in more.items() if own is not None}
-        return json.dumps(plain(told), indent=2)
-    parts = [_plan_as_text(planned)]
+        return json.dumps(plain(told | {name: one for name, one in more.items() if one is not None}), indent=2)
+    parts = [_plan_as_text(told)]
     parts += [] if hub is None else [_hub_as_text(hub, settings)]
     parts += [] if waits is None else [_waits_as_text(waits, step_time)]
     parts += [] if shared is None else [_links_as_text(shared, list(of_links), settings)]
@@ -235,7 +217,7 @@ def _asked_waits(
     settings: Settings,
     groups: Groups,
     link: Link,
-    hub: HubLoad | None,
+    hub: planner.HubLoad | None,
     quorum: int | Quorum | None,
     grace: float | None,
     delays: str | None,
@@ -264,39 +246,17 @@ def _asked_waits(
             f"--delays {delays} are no {len(of_sites)} numbers of seconds, from 0. Give one for each site, as 0,0,12."
         )
     ways = {
-        site: Way(hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
+        site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)
         for (site, gbit_s), delay in zip(of_sites.items(), late, strict=True)
     }
     asked, grace = All(quorum) if isinstance(quorum, int) else quorum, LONGEST_GRACE if grace is None else grace
     return waits(asked, grace, ways, hub.largest_payload, settings.sync_every, groups.step_time)
 
 
-def _plan_as_json(planned: Planned) -> dict[str, Any]:
-    own, chosen = planned.own, planned.recommended
-
-    def settings(method: Streaming) -> dict[str, Any]:
-        names = ("sync_every", "overlap_steps", "fragments", "compression")
-        told = {name: getattr(method.settings, name) for name in names}
-        numbers = method.settings.chosen_for(method.groups.groups).numbers
-        return {**told, **numbers, "number_of_fragments": len(method.numels)}
-
-    return {
-        "parameters": own.model.numel,
-        "gradient_bytes": own.model.nbytes,
-        **vars(own.groups),
-        "link": planned.link,
-        "steps": planned.steps,
-        "settings": settings(own),
-        "methods": planned.methods,
-        "compressions": planned.compressions,
-        "memory": own.memory,
-        "recommendation": {
-            **settings(chosen),
-            **planned.prediction._asdict(),
-            "utilisation_with_margin": planned.utilisation_with_margin,
-            "memory": chosen.memory,
-        },
-    }
+def _settings(method: Streaming) -> dict[str, Any]:
+    names, settings = ("sync_every", "overlap_steps", "fragments", "compression"), method.settings
+    numbers = settings.chosen_for(method.groups.groups).numbers
+    return {**{name: getattr(settings, name) for name in names}, **numbers, "number_of_fragments": len(method.numels)}
 
 
 # As text
@@ -312,47 +272,50 @@ NAMES: Mapping[str, str] = {
 """The methods, as the tables call them."""
 
 
-def _plan_as_text(planned: Planned) -> str:
-    own, chosen, link, prediction = planned.own, planned.recommended, planned.link, planned.prediction
-    settings, groups = own.settings, own.groups
-    ranks = "1 rank" if groups.group_size == 1 else f"{groups.group_size} ranks"
+def _plan_as_text(told: Mapping[str, Any]) -> str:
+    settings, chosen, link = told["settings"], told["recommendation"], told["link"]
+    ranks = "1 rank" if told["group_size"] == 1 else f"{told['group_size']} ranks"
     loss = f"{link.loss:.3g} of the packets lost" if link.loss else "no loss"
-    overlap = f"overlap_steps={settings.overlap_steps}"
-    reached = planned.utilisation_with_margin >= TARGET
-    numbers = chosen.settings.chosen_for(groups.groups).numbers
+    overlap, reached = f"overlap_steps={settings['overlap_steps']}", chosen["utilisation_with_margin"]
+    cut, cut_again = (
+        f"{count} fragment{'s' if count > 1 else ''}"
+        for count in (settings["number_of_fragments"], chosen["number_of_fragments"])
+    )
+    enough = reached >= planner.TARGET
+    numbers = ", ".join(f"{name}={chosen[name]:g}" for name in ("outer_lr", "outer_momentum", "mixing"))
     lines = [
-        f"{own.model.numel:,} parameters in {_fragments(own)}, {groups.groups} groups of {ranks}",
-        f"{planned.steps:,} inner steps of {groups.step_time:g} s",
+        f"{told['parameters']:,} parameters in {cut}, {told['groups']} groups of {ranks}",
+        f"{told['steps']:,} inner steps of {told['step_time']:g} s",
         f"{readable_rate(link.gbit_s)} in each direction, {link.round_trip * 1000:g} ms round trip, {loss}",
         "",
-        f"With sync_every={settings.sync_every}, {overlap}, fragments={settings.fragments!r},"
-        f" compression={settings.compression!r}:",
+        f"With sync_every={settings['sync_every']}, {overlap}, fragments={settings['fragments']!r},"
+        f" compression={settings['compression']!r}:",
         "",
-        _predictions(planned.methods, "method"),
+        _predictions(told["methods"], "method"),
         "",
         f"Streaming DiLoCo with {overlap}, by compression:",
         "",
-        _predictions(planned.compressions, "compression"),
+        _predictions(told["compressions"], "compression"),
         "",
         "Memory in each rank, beside ordinary training:",
-        f"  {_memory(own.memory)}",
+        f"  {_memory(told['memory'])}",
         "",
-        "Recommended:" if reached else f"No settings reach {percent(TARGET)} on this link; closest:",
+        "Recommended:" if enough else f"No settings reach {percent(planner.TARGET)} on this link; closest:",
         "",
-        f"  sync_every={chosen.settings.sync_every}, overlap_steps={chosen.settings.overlap_steps},"
-        f" fragments={chosen.settings.fragments!r}, compression={chosen.settings.compression!r}",
-        f"  for which 'auto' means {', '.join(f'{name}={value:g}' for name, value in numbers.items())}",
+        f"  sync_every={chosen['sync_every']}, overlap_steps={chosen['overlap_steps']},"
+        f" fragments={chosen['fragments']!r}, compression={chosen['compression']!r}",
+        f"  for which 'auto' means {numbers}",
         "",
-        f"  {_fragments(chosen)}, compute utilisation {percent(prediction.utilisation)}"
-        f" ({percent(planned.utilisation_with_margin)} at {readable_rate(MARGIN * link.gbit_s)})",
-        f"  {readable(prediction.bytes_per_step)} per step, {readable(prediction.bytes)} in all,"
-        f" peak {readable_rate(prediction.peak_gbit_s)}",
-        f"  {_memory(chosen.memory)}",
+        f"  {cut_again}, compute utilisation {percent(chosen['utilisation'])}"
+        f" ({percent(reached)} at {readable_rate(planner.MARGIN * link.gbit_s)})",
+        f"  {readable(chosen['bytes_per_step'])} per step, {readable(chosen['bytes'])} in all,"
+        f" peak {readable_rate(chosen['peak_gbit_s'])}",
+        f"  {_memory(chosen['memory'])}",
     ]
     return "\n".join(lines)
 
 
-def _predictions(rows: Mapping[str, Prediction], kind: str) -> str:
+def _predictions(rows: Mapping[str, planner.Prediction], kind: str) -> str:
     columns = {
         kind: [NAMES.get(name, name) for name in rows],
         "compute\nutilisation": [percent(row.utilisation) for row in rows.values()],
@@ -366,16 +329,12 @@ def _predictions(rows: Mapping[str, Prediction], kind: str) -> str:
     return table(columns)
 
 
-def _fragments(method: Streaming) -> str:
-    return "1 fragment" if len(method.numels) == 1 else f"{len(method.numels)} fragments"
-
-
 def _memory(memory: Memory) -> str:
     device, host, evaluation = map(readable, memory)
     return f"{device} on the device, {host} on the host; {evaluation} more during validation"
 
 
-def _hub_as_text(hub: HubLoad, settings: Settings) -> str:
+def _hub_as_text(hub: planner.HubLoad, settings: Settings) -> str:
     busy = f"{percent(hub.share)} of what it can" if hub.share <= 1 else f"{hub.share:.3g} times what it can"
     late = hub.flight_steps > settings.overlap_steps
     lines = [
@@ -417,7 +376,7 @@ def _waits_as_text(waits: Waits, step_time: float) -> str:
     )
 
 
-def _links_as_text(shared: SharedOut, names: list[str], settings: Settings) -> str:
+def _links_as_text(shared: planner.SharedOut, names: list[str], settings: Settings) -> str:
     columns = {
         "link": names,
         "Gbit/s": map(short, shared.links),

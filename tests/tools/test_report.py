@@ -111,23 +111,6 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
         assert norms[of] == [(17, pytest.approx(square**0.5)), (27, pytest.approx(square**0.5))]
 
 
-def test_a_clock_that_cannot_be_right_is_aligned_at_launches(tmp_path: Path) -> None:
-    def ahead(ranks: list[Lines]) -> None:
-        for line in ranks[1]:
-            for name in {"time", "done"} & line.keys():
-                line[name] += 300.0
-            for spans, name in [(line, "span"), *((line.get("spans", {}), name) for name in line.get("spans", ()))]:
-                if name in spans:
-                    spans[name] = [moment + 300.0 for moment in spans[name]]
-
-    apart, together = played(tmp_path / "apart", change=ahead), played(tmp_path / "together")
-    assert judge(apart).limit == judge(together).limit
-    flight = together.ranks[1].landings[2].seconds("flight")
-    for one, other in zip(apart.ranks, together.ranks, strict=True):
-        assert [s.done for s in one.steps] == pytest.approx([s.done for s in other.steps], abs=flight / 2)
-        assert one.landings[2].seconds("flight") == pytest.approx(other.landings[2].seconds("flight"))
-
-
 def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
     def left_out(ranks: list[Lines]) -> None:
         next(line for line in ranks[0] if line["kind"] == "landing")["left_out"] = [1]

@@ -80,8 +80,15 @@ def simulate(
         raise ValueError("--config must be given: the configuration file of a LightningCLI.")
     if picture is not None:
         require_drawable(picture)
-    classes = [_class_at(name, path) for name, path in (("cli", cli), ("model", model), ("data", data))]
-    configuration = Configuration(tuple(config), tuple(set), *classes)
+    classes: dict[str, type] = {}
+    for name, path in (("cli", cli), ("model", model), ("data", data)):
+        try:
+            classes |= {name: class_at(path)} if path is not None else {}
+        except ValueError as error:
+            raise ValueError(
+                f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
+            ) from error
+    configuration = Configuration(tuple(config), tuple(set), **classes)
     places = Places(
         link=None if bandwidth is None else Link(bandwidth, round_trip, loss),
         step_time=step_time,
@@ -209,15 +216,6 @@ def _number(text: str, name: str, example: str) -> float:
         return float(text)
     except ValueError:
         raise ValueError(f"{name} has {text!r} where a number should be. Give it as {example}.") from None
-
-
-def _class_at(name: str, path: str | None) -> type | None:
-    try:
-        return None if path is None else class_at(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name}={path!r} cannot be imported: {error}. Give the path of a class: module.Class"
-        ) from error
 
 
 # What comes of it

@@ -330,16 +330,11 @@ class Configuration:
     @property
     def classes(self) -> SimulatedClasses:
         """Returns what is made for the distribution of Lightning that the classes belong to."""
-        tops = (base.__module__.partition(".")[0] for cls in self._classes() for base in cls.__mro__)
+        models = [(yaml.safe_load(Path(file).read_text()) or {}).get("model") for file in self.files]
+        named = [_class_named(model.get("class_path")) for model in models if isinstance(model, Mapping)]
+        known = [cls for cls in (self.cli, self.model, self.data, *named) if cls is not None]
+        tops = [base.__module__.partition(".")[0] for cls in known for base in cls.__mro__]
         return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
-
-    def _classes(self) -> Iterator[type]:
-        yield from (cls for cls in (self.cli, self.model, self.data) if cls is not None)
-        for file in self.files:
-            model = (yaml.safe_load(Path(file).read_text()) or {}).get("model")
-            cls = _class_named(model.get("class_path")) if isinstance(model, Mapping) else None
-            if cls is not None:
-                yield cls
 
     def with_seed(self, seed: int) -> "Configuration":
         return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
@@ -427,8 +422,11 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
 
 
 def class_at(path: str) -> type:
-    """Imports a class; what cannot be imported or is no class is an ImportError, AttributeError or ValueError."""
-    found = resolve_name(path)
+    """Imports a class; what cannot be imported or is no class is a ValueError."""
+    try:
+        found = resolve_name(path)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(str(error)) from error
     if not isinstance(found, type):
         raise ValueError("it is not a class")
     return found
@@ -437,7 +435,7 @@ def class_at(path: str) -> type:
 def _class_named(path: Any) -> type | None:
     try:
         return class_at(path) if path else None
-    except (ImportError, AttributeError, ValueError):
+    except ValueError:
         return None
 
 

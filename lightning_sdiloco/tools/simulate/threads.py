@@ -19,9 +19,6 @@ from lightning_sdiloco.engine.flight import InlineBackground
 
 Result = TypeVar("Result")
 
-# How long the main thread sleeps between checks whether Ctrl-C was pressed.
-_SECONDS = 0.2
-
 
 class Stopped(BaseException):
     """Ends a thread because another one has failed, or Ctrl-C was pressed."""
@@ -61,8 +58,7 @@ class Turns(Generic[Result]):
             for thread in threads:
                 thread.start()
             for thread in threads:
-                while thread.is_alive():
-                    thread.join(_SECONDS)
+                thread.join()
         except BaseException as error:  # Ctrl-C
             self._fail(error)
             for thread in threads:
