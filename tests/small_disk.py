@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -25,16 +25,7 @@ def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
 def fill(disk: Path, room: int = 0) -> Path:
     """Writes a file that leaves so many bytes of room, and returns it."""
     filler = disk / "filler"
-    with filler.open("wb", buffering=0) as file:
-        try:
-            while free(disk) > room:
-                file.write(bytes(4096))
-        except OSError:
-            pass
+    with filler.open("wb", buffering=0) as file, suppress(OSError):
+        while (state := os.statvfs(disk)).f_bavail * state.f_frsize > room:
+            file.write(bytes(4096))
     return filler
-
-
-def free(disk: Path) -> int:
-    """Bytes that can still be written."""
-    state = os.statvfs(disk)
-    return state.f_bavail * state.f_frsize

@@ -23,24 +23,17 @@ def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def inner_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    """An inner optimizer by name."""
+    """An inner optimizer by name; Muon for the matrices and AdamW for the vectors, as one, where torch has Muon."""
     if name in ("sgd", "whole"):
         return torch.optim.SGD(model.parameters(), lr=0.05 if name == "sgd" else 1.0)
-    if name == "muon":
-        return muon_for_matrices(model)
+    if name == "muon" and hasattr(torch.optim, "Muon"):
+        import benchmarks.models  # noqa: F401  (puts the examples on the path)
+        from muon import MuonAndAdamW  # isort: skip
+
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        vectors = [p for p in model.parameters() if p.dim() != 2]
+        return MuonAndAdamW(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01))
     return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def muon_for_matrices(model: nn.Module) -> torch.optim.Optimizer:
-    """Muon for the matrices and AdamW for the vectors, as one optimizer; AdamW where torch has no Muon."""
-    if not hasattr(torch.optim, "Muon"):
-        return inner_optimizer("adamw", model)
-    import benchmarks.models  # noqa: F401  (puts the examples on the path)
-    from muon import MuonAndAdamW  # isort: skip
-
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() != 2]
-    return MuonAndAdamW(torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW(vectors, lr=0.01))
 
 
 def backward(model: nn.Module, optimizer: torch.optim.Optimizer, group: int, step: int) -> None:

@@ -492,9 +492,3 @@ def test_fp4_is_the_reference_around_every_threshold_and_for_every_byte_and_hard
     values = heavy_tailed(100_000)
     bias = (values.double() * round_trip(FP4(), values)).sum() / values.double().square().sum()
     assert 0.96 < bias < 1.01
-
-
-def test_a_mean_of_what_few_have_sent_is_over_these() -> None:
-    parts = [(torch.tensor([2.0, 0.0, 0.0]), 1.0), (torch.tensor([4.0, 6.0, 0.0]), 0.5)]
-    found = weighted_mean(parts, torch.empty(3), senders=torch.tensor([2.0, 1.0, 0.0]))
-    assert found.tolist() == [2.0, 3.0, 0.0]
