@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.shards import OuterParameter, ShardedLayout, divided, part_of, shard_specs, to_parameters
-from tests.engine.test_policies import refusal
+from tests.fits import refusal
 from tests.ranks import run_ranks
 from tests.training import mlp
 
