@@ -199,7 +199,10 @@ class Rounds:
         for _ in range(landings):
             yield self._landed(self.flights.pop(0), step)
         if self.is_warmup(step) and not landings:
-            self._take_local()
+            # All groups hold the same local values, which are the outer ones.
+            self.reshard()
+            for fragment in self.fragments:
+                fragment.take_local()
         if self.storage.prefetches and not self.is_warmup(step + 1):
             for index in self.due(step + 1):
                 self.fragments[index].prefetch()
@@ -326,13 +329,6 @@ class Rounds:
                 " out warmup_steps."
             )
         return self._gradients or 1
-
-    @torch.no_grad()
-    def _take_local(self) -> None:
-        """Takes the local values for the outer ones, without an exchange: all groups hold the same ones."""
-        self.reshard()
-        for fragment in self.fragments:
-            fragment.take_local()
 
     # The mean of the groups, and the end
 

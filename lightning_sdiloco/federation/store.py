@@ -184,6 +184,8 @@ def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
 # Blobs
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Bytes after which what has arrived is sent on to the disk, so that the end of a blob does not wait for all of it.
+_SYNC_EVERY = 32 << 20
 _MOST_RANGES = 256  # into which what has arrived of a blob may be torn
 
 Ranges = list[list[int]]  # of a blob: pairs of the first byte and the one after the last, in order and apart
@@ -318,6 +320,7 @@ class Upload:
         self._store = store
         self._path = store.spool / f"{key}.{secrets.token_hex(8)}"
         self._there: Ranges = []
+        self._unsynced = 0
         self._given_up = self._committed = False
         self._lock, self._committing = threading.Lock(), threading.Lock()
         with _telling_full_disks(store.spool):
@@ -333,17 +336,23 @@ class Upload:
         end = start + len(data)
         if not data or end > self.size:
             raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {self.size:,} bytes.")
-        with _telling_full_disks(self._store.spool), self._lock:
-            there = united(self._there, start, end)
-            if len(there) > _MOST_RANGES:
-                raise Malformed("a blob comes in parts, each without a gap.")
-            if there != self._there:  # what comes again changes nothing
-                view, at = memoryview(data), start
-                while len(view):
-                    written = os.pwrite(self._handle(), view, at)
-                    view, at = view[written:], at + written
-                self._there = there
-            return not self.missing
+        with _telling_full_disks(self._store.spool):
+            with self._lock:
+                there = united(self._there, start, end)
+                if len(there) > _MOST_RANGES:
+                    raise Malformed("a blob comes in parts, each without a gap.")
+                if there != self._there:  # what comes again changes nothing
+                    view, at = memoryview(data), start
+                    while len(view):
+                        written = os.pwrite(self._handle(), view, at)
+                        view, at = view[written:], at + written
+                    self._there = there
+                    self._unsynced += len(data)
+                complete, syncs = not self.missing, self._unsynced >= _SYNC_EVERY
+                self._unsynced = 0 if syncs else self._unsynced
+            if syncs:
+                os.fsync(self._handle())
+        return complete
 
     @property
     def missing(self) -> Ranges:

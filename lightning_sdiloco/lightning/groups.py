@@ -41,10 +41,23 @@ _BATCHES_IN_A_ROW = 3
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
 _PER_BATCH_HOOKS = frozenset(
-    ("training_step", "on_train_batch_start", "on_train_batch_end", "backward", "on_before_backward")
-    + ("on_after_backward", "on_before_zero_grad", "optimizer_zero_grad", "on_before_optimizer_step", "optimizer_step")
-    + ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "lr_scheduler_step")
-    + ("configure_gradient_clipping",)
+    {
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_before_batch_transfer",
+        "transfer_batch_to_device",
+        "on_after_batch_transfer",
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "configure_gradient_clipping",
+        "lr_scheduler_step",
+    }
 )
 
 
