@@ -1,18 +1,52 @@
-"""Runs a script in a fork of this process, which has imported what takes long to import."""
+"""Runs scripts that know nothing of a launcher, in a fork of this process or with a fresh Python."""
 
 import logging
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from typing import Any
 
 from tests.ranks import LAUNCHERS, restore_signals
 
+ROOT = Path(__file__).parents[1]
 RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
+
+
+def unlaunched() -> dict[str, str]:
+    """The environment without what a launcher sets, for quiet processes of this checkout on this machine."""
+    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
+    quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    return {**known, **quiet, "PYTHONPATH": str(ROOT)}
+
+
+def run_python(*arguments: Any, folder: Path, seconds: float = 280.0, **environment: str) -> str:
+    """Runs a fresh Python to its end in a session of its own, of which nothing is left; returns what it printed."""
+    command = [sys.executable, *map(str, arguments)]
+    with tempfile.TemporaryFile("w+") as printed:
+        about: Any = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": folder}
+        process = subprocess.Popen(command, env={**unlaunched(), **environment}, **about)
+        try:
+            code: int | str = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = "nothing: it hangs"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        printed.seek(0)
+        text = printed.read()
+    assert code == 0, f"{command} ended with {code}:\n{text[-6000:]}"
+    return text
 
 
 def start_script(script: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> ForkProcess:

@@ -1,11 +1,15 @@
 """Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64 buffers."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.fits import whole
 
 FEATURES, TARGETS = 16, 4
 
@@ -80,9 +84,32 @@ def made(kind: str, seed: int = 0) -> nn.Module:
 
 
 def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
-    """A batch of a group, the same whoever asks."""
-    generator = torch.Generator().manual_seed(1_000 * group + step)
-    return torch.randn(8, FEATURES, generator=generator), torch.randn(8, TARGETS, generator=generator)
+    """A batch of a group, of a task that can be learnt; group -1 has those that nobody trains on."""
+    x = torch.randn(64, FEATURES, generator=torch.Generator().manual_seed(10_000 * (group + 1) + step))
+    return x, x[:, :TARGETS] + x[:, TARGETS : 2 * TARGETS]
+
+
+class Batches:
+    """Batches of a group that can be taken up again in the middle; a rank sees its part of each."""
+
+    def __init__(self, rank: int, size: int = 1, length: int = 1_000) -> None:
+        self.rank, self.size, self.length, self.step = rank, size, length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        group, shard = divmod(self.rank, self.size)
+        while self.step < len(self):
+            self.step += 1
+            x, y = batch(group, self.step)
+            yield x.chunk(self.size)[shard], y.chunk(self.size)[shard]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
 
 
 class Large(pl.LightningModule):
@@ -106,6 +133,14 @@ class Large(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+def sharded(self: Any) -> None:
+    """The hook `configure_model` of a module whose parameters are sharded over the ranks of a group."""
+    if not any(hasattr(p, "placements") for p in self.parameters()):
+        mesh = self.device_mesh["data_parallel"]
+        fully_shard(self.net[0], mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
 class Data(pl.LightningDataModule):
     """A regression; Lightning gives every rank its part."""
 
@@ -124,3 +159,8 @@ class Data(pl.LightningDataModule):
 def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     """Whether two dictionaries hold the same names and bits."""
     return actual.keys() == expected.keys() and all(torch.equal(values, expected[n]) for n, values in actual.items())
+
+
+def held(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the parameters, as torch gathers them where they are sharded."""
+    return {name: whole(values) for name, values in module.named_parameters()}
