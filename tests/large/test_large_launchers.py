@@ -4,13 +4,9 @@ The script is this file, which keeps what can be read of a fit, and where.
 """
 
 import argparse
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,31 +16,28 @@ import torch
 
 from lightning_sdiloco import StreamingDiLoCoStrategy
 from tests import fits
-from tests.large.models import Data, Large, same
-from tests.ranks import LAUNCHERS
-from tests.scripts import RANKS
+from tests.large.models import Data, Large, held, same
+from tests.scripts import ROOT, TORCHRUN, run_python
 from tests.slurm import slurm
 
 TENSORS = {"wide": 8, "big": 6, "deep": 1000}
-ROOT = Path(__file__).parents[2]
 SCRIPT = ("-m", "tests.large.test_large_launchers")
-# A fit takes about ten; on a busy machine each process needs many to import torch.
-SECONDS = 100.0
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(140)]
 
 
-def readable(trainer: Any, module: Any) -> dict[str, Any]:
-    """What users read of a fit, as plain containers and tensors."""
+def keep(trainer: Any, file: Path) -> None:
+    """Writes down what users read of a fit, as plain containers and tensors."""
     strategy = trainer.strategy
-    return {
+    readable = {
         "outer": strategy.outer_state_dict(),
+        "model": held(trainer.lightning_module),
+        "metrics": dict(trainer.callback_metrics),
         "report": strategy.report(),
         "fragments": [[list(fragment.names), list(fragment.sizes)] for fragment in strategy.fragments],
         "launches": [list(strategy.schedule.launches(step)) for step in range(20)],
-        "model": {name: p.detach().clone() for name, p in module.named_parameters()},
-        "metrics": dict(trainer.callback_metrics),
     }
+    torch.save(readable, file)
 
 
 class Keep(pl.Callback):
@@ -54,7 +47,7 @@ class Keep(pl.Callback):
         self.folder = folder
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        torch.save(readable(trainer, module), self.folder / f"rank-{trainer.global_rank}.pt")
+        keep(trainer, self.folder / f"rank-{trainer.global_rank}.pt")
 
 
 def main() -> None:
@@ -68,30 +61,27 @@ def main() -> None:
     torch.set_num_threads(1)
     pl.seed_everything(0)
     settings: Any = {"sync_every": 4, "overlap_steps": 2, "fragments": "balanced", "start_method": args.start_method}
-    strategy, module = StreamingDiLoCoStrategy(args.groups, **settings), Large(args.model, args.metrics)
+    strategy = StreamingDiLoCoStrategy(args.groups, **settings)
     places = {"devices": args.devices, "num_nodes": args.nodes}
     trainer = fits.trainer(strategy=strategy, max_steps=9, callbacks=[Keep(args.folder)], **places)
-    trainer.fit(module, Data())
-    torch.save(readable(trainer, module), args.folder / f"main-{trainer.global_rank}.pt")
+    trainer.fit(Large(args.model, args.metrics), Data())
+    keep(trainer, args.folder / f"main-{trainer.global_rank}.pt")
 
 
-def require_alike(folder: Path, count: int, tensors: int) -> dict[str, Any]:
+def require_alike(folder: Path, count: int, model: str, metrics: int = 0) -> None:
     """A model of real size was trained, ranks read the same, and a script's own processes what they had as ranks."""
     files = (sorted(folder.glob(f"{kind}-*.pt")) for kind in ("main", "rank"))
     mains, ranks = ([torch.load(path, weights_only=True) for path in paths] for paths in files)
     assert len(ranks) == count
-    assert len(ranks[0]["outer"]) >= tensors
+    assert len(ranks[0]["outer"]) >= TENSORS[model]
     assert sum(values.numel() for values in ranks[0]["outer"].values()) >= 100_000
     assert ranks[0]["report"]["landings"] == ranks[0]["report"]["launches"] >= 2
-    for rank in ranks:
-        assert same(rank["outer"], ranks[0]["outer"])
-        assert same(rank["model"], ranks[0]["outer"])
+    assert all(same(rank["outer"], ranks[0]["outer"]) and same(rank["model"], rank["outer"]) for rank in ranks)
     for main, rank in zip(mains, ranks, strict=len(mains) > 1):
-        for kind in ("outer", "model", "metrics"):
-            assert same(main[kind], rank[kind])
-        for kind in ("report", "fragments", "launches"):
-            assert main[kind] == rank[kind]
-    return mains[0]  # type: ignore[no-any-return]
+        tensors = ("outer", "model", "metrics")
+        assert [name for name in tensors if not same(main.pop(name), rank[name])] == []
+        assert main == {name: rank[name] for name in ("report", "fragments", "launches")}
+        assert len(rank["metrics"]) == 1 + metrics
 
 
 @pytest.mark.parametrize(
@@ -102,7 +92,7 @@ def require_alike(folder: Path, count: int, tensors: int) -> dict[str, Any]:
         ((), "fork", "deep", 0, 3, 3),
         ((), "forkserver", "big", 0, 2, 2),
         ((), "popen", "big", 0, 2, 4),
-        (("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"), "popen", "wide", 0, 3, 3),
+        ((*TORCHRUN, "--nproc-per-node=3"), "popen", "wide", 0, 3, 3),
     ],
 )
 def test_the_main_process_reads_what_its_rank_had(
@@ -112,25 +102,14 @@ def test_the_main_process_reads_what_its_rank_had(
     arguments = [f"--{name}={value}" for name, value in {**told, "folder": tmp_path}.items()]
     # A short path: the forkserver's socket has a name there, of a hundred letters at most.
     temporary = Path(tempfile.mkdtemp())
-    known = {name: v for name, v in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
-    known |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
-    with (tmp_path / "printed").open("w") as printed:
-        about: Any = {"stdout": printed, "stderr": subprocess.STDOUT, "start_new_session": True, "cwd": ROOT}
-        command = [sys.executable, *launcher, *SCRIPT, *arguments]
-        script = subprocess.Popen(command, env={**known, "TMPDIR": str(temporary)}, **about)
     try:
-        code: int | str = script.wait(SECONDS)
-    except subprocess.TimeoutExpired:
-        code = "nothing: it hangs"
+        # A fit takes about ten seconds; on a busy machine each process needs many to import torch.
+        run_python(*launcher, *SCRIPT, *arguments, folder=ROOT, seconds=100, TMPDIR=str(temporary))
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-        script.wait()
         left = list(temporary.glob("lightning_sdiloco-*"))
         shutil.rmtree(temporary)
-    assert code == 0, (tmp_path / "printed").read_text()
     assert left == []
-    assert len(require_alike(tmp_path, devices, TENSORS[model])["metrics"]) == 1 + metrics
+    require_alike(tmp_path, devices, model, metrics)
 
 
 @pytest.mark.slurm
@@ -140,7 +119,7 @@ def test_the_tasks_of_slurm_read_the_same(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="slurm-") as folder, slurm(Path(folder), nodes=2, cores=2) as cluster:
         fit = [sys.executable, *SCRIPT, "--model=deep", "--nodes=2", "--devices=2", "--groups=2"]
         cluster.run("srun", "--nodes=2", "--ntasks-per-node=2", *fit, f"--folder={tmp_path}", cwd=ROOT)
-    require_alike(tmp_path, 4, tensors=1000)
+    require_alike(tmp_path, 4, "deep")
 
 
 if __name__ == "__main__":
