@@ -32,13 +32,13 @@ def said_by(*names: str) -> list[str]:
     """What loggers will have said in this process."""
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     for name in names:
         logging.getLogger(name).addHandler(handler)
     return said
 
 
-class Batches(IterableDataset):  # type: ignore[type-arg]
+class Batches(IterableDataset):
     """The batches of a group; a rank of a group of several sees its part of each."""
 
     def __init__(self, group: int, shard: int, shards: int) -> None:
@@ -77,7 +77,7 @@ def module(
     """A LightningModule of one distribution that trains a small model, and has some members of its own."""
     base = importlib.import_module(distribution).LightningModule
 
-    class Regression(base):  # type: ignore[misc, valid-type]
+    class Regression(base):
         def __init__(self) -> None:
             super().__init__()
             self.net = mlp(seed) if net is None else net
@@ -112,7 +112,7 @@ def environment_that_knows(distribution: str = LIGHTNING) -> Any:
     """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
     base = importlib.import_module(f"{distribution}.plugins.environments").LightningEnvironment
 
-    class Knows(base):  # type: ignore[misc, valid-type]
+    class Knows(base):
         def world_size(self) -> int:
             return int(os.environ["WORLD_SIZE"])
 

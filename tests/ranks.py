@@ -30,7 +30,9 @@ import torch.distributed as dist
 
 GROUP_TIMEOUT = timedelta(seconds=30)
 GRACE = 5.0  # seconds that the other ranks have left once one of them failed
+# How the names begin that launchers set, and those by which ranks meet.
 LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "LSB_", "LSF_", "OMPI_", "PMI_", "GROUP_", "ROLE_")
+LAUNCHERS += ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_")
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -117,7 +119,7 @@ def in_ranks(world_size: int, timeout: float = 60.0) -> Callable[[Callable[..., 
 
         functools.update_wrapper(play, test)
         signature = inspect.signature(test)
-        play.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
+        play.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
         return play
 
     return decorated
@@ -160,7 +162,7 @@ def _run(
         for process in (process for process in processes if process.pid is not None):
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # type: ignore[arg-type]
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
             process.join()
     failed = sorted((rank for rank in reports if reports[rank].error), key=lambda rank: reports[rank].seconds)
@@ -251,9 +253,13 @@ def _prepare(rank: int, environment: Mapping[str, str]) -> None:
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if environment:
-        for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
-            del os.environ[name]
-        os.environ.update(environment)
+        replace_environment(environment)
         # Lightning reads the rank from the environment on import, which the parent may have done.
         if module := sys.modules.get("lightning_utilities.core.rank_zero"):
             module.rank_zero_only.rank = rank
+
+
+def replace_environment(environment: Mapping[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
+        del os.environ[name]
+    os.environ.update(environment)

@@ -15,16 +15,15 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import LAUNCHERS, restore_signals
+from tests.ranks import LAUNCHERS, replace_environment, restore_signals
 
 ROOT = Path(__file__).parents[1]
-RANKS = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
 
 
 def unlaunched() -> dict[str, str]:
     """The environment without what a launcher sets, for quiet processes of this checkout on this machine."""
-    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in RANKS}
+    known = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     quiet = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     return {**known, **quiet, "PYTHONPATH": str(ROOT)}
 
@@ -58,11 +57,9 @@ def start_script(script: Path, *arguments: str, environment: Mapping[str, str] |
     def run() -> None:
         os.setsid()
         restore_signals()
-        forkserver._forkserver.__init__()  # type: ignore[misc]  # it may serve this process: that of the script is none
+        forkserver._forkserver.__init__()  # it may serve this process: that of the script is none
         os.chdir(script.parent)
-        for name in [name for name in os.environ if name.startswith(LAUNCHERS) or name in RANKS]:
-            del os.environ[name]
-        os.environ |= environment or {}
+        replace_environment(environment or {})
         for number, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(script.parent / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)

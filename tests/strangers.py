@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore
 
 
 @contextmanager

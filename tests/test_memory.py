@@ -25,11 +25,10 @@ def vector(numel: int = LONG, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def spares(monkeypatch: pytest.MonkeyPatch) -> Iterator[memory._Spares]:
+def spares(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
-    spares = memory._Spares()
-    monkeypatch.setattr(memory, "_SPARES", spares)
-    yield spares
+    monkeypatch.setattr(memory, "_SPARES", memory._Spares())
+    yield
     gc.collect()
 
 
@@ -46,10 +45,7 @@ def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view
     # Of another type, or a little shorter.
     assert vector(2 * LONG, torch.int16).data_ptr() == address
     assert vector(LONG - 1000).data_ptr() == address
-    assert vector(LONG // 2).numel() == LONG // 2
-    first = vector().fill_(1.0)
-    view = first[5:].view(-1, 5).detach()
-    del first
+    view = vector().fill_(1.0)[5:].view(-1, 5).detach()
     gc.collect()
     second = vector().fill_(2.0)
     assert bool((view == 1).all())
@@ -57,19 +53,16 @@ def test_what_is_freed_serves_the_next_vector_and_nothing_another_while_any_view
     del asking
 
 
-def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_less_is_in_use_than_before(
-    spares: memory._Spares,
-) -> None:
+def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_less_is_in_use_than_before() -> None:
+    spares = memory._SPARES
     vector()
     assert spare_bytes(spares) == 0, "nobody asks"
     asking = [SparePages(8 * LONG), SparePages(4 * LONG)]
     several = [vector() for _ in range(5)]
     several.clear()
-    assert spares._in_use == 0
-    for kept in (12 * LONG, 8 * LONG):
+    for kept in (12 * LONG, 8 * LONG, 0):
         assert spare_bytes(spares) == kept
-        asking.pop()
-    assert spare_bytes(spares) == 0
+        del asking[-1:]
     memory._SPARES = spares = memory._Spares()
     asking = [SparePages(100 * LONG)]
     several = [vector() for _ in range(4)]
@@ -122,7 +115,7 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
 ) -> None:
     made = []
     new_pages = memory._new_pages
-    monkeypatch.setattr(memory, "_new_pages", lambda size: made.append(size) or new_pages(size))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(memory, "_new_pages", lambda size: made.append(size) or new_pages(size))
     model = nn.Sequential(nn.Linear(550, 550), nn.Linear(550, 550))
     engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, fragments=[["0.*"], ["1.*"]])
 

@@ -97,7 +97,7 @@ def test_delayed_nesterov_is_its_equations(every: int, spread: float, momentum: 
 
 
 def test_snoo_and_lookahead_are_ten_lines_of_a_plain_loop() -> None:
-    from snoo import SNOO  # type: ignore[import-not-found]
+    from snoo import SNOO
 
     for momentum in (0.0, 0.37):
         model, plain = mlp(), mlp()
@@ -120,7 +120,7 @@ def test_snoo_and_lookahead_are_ten_lines_of_a_plain_loop() -> None:
 
 def test_fedglomo_is_its_equations() -> None:
     """In a plain loop over all parameters as one vector."""
-    from fedglomo import train  # type: ignore[import-not-found]
+    from fedglomo import train
 
     def gradient(weights: Tensor, group: int, step: int) -> Tensor:
         model, (x, y) = mlp(), batch(group, step)
@@ -156,7 +156,7 @@ def test_fedglomo_is_its_equations() -> None:
 
 @given(mx=st.floats(0, 0.999), my=st.floats(0.3, 1), gradients=st.lists(st.floats(-3, 3), min_size=1, max_size=8))
 def test_gpa_is_its_equations(mx: float, my: float, gradients: list[float]) -> None:
-    from gpa import GPA  # type: ignore[import-not-found]
+    from gpa import GPA
 
     value = torch.ones(1, dtype=torch.float64, requires_grad=True)
     optimizer = GPA([value], lr=0.1, mx=mx, my=my, betas=(0.9, 0.95), weight_decay=0.2)
@@ -301,7 +301,7 @@ def test_the_last_mean_is_that_of_all_progress_and_who_is_not_finite_is_left_out
     run, left_out = Trained(3), set()
     for number in range(1, 31):
         if number == 9:
-            nn.init.constant_(run.models[1][0].weight, nan)  # type: ignore[arg-type]
+            nn.init.constant_(run.models[1][0].weight, nan)
         left_out |= {landing.left_out for landing in run.train(number)}
     assert left_out == {(), (1,)}
     run.finish()
@@ -371,10 +371,10 @@ def test_it_goes_on_where_it_was_and_auto_is_the_share_of_the_fastest_among_what
 
 def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> None:
     with pytest.raises(ValueError, match="does not go with a federation"):
-        Paced([]).follow(SimpleNamespace(site="berlin"))  # type: ignore[arg-type]
+        Paced([]).follow(SimpleNamespace(site="berlin"))
     for micro_batches in (-1, 1.5):
         with pytest.raises(ValueError, match=r"trained=.* is no number of micro-batches"):
-            StreamingDiLoCo(torch.nn.Linear(2, 2)).step(trained=micro_batches)  # type: ignore[arg-type]
+            StreamingDiLoCo(torch.nn.Linear(2, 2)).step(trained=micro_batches)
 
 
 STEP = 0.05

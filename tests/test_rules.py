@@ -13,7 +13,7 @@ ROOT = PACKAGE.parent
 NAME = "lightning_sdiloco"
 sys.path.append(str(ROOT / "docs"))
 
-import make_architecture as architecture  # type: ignore[import-not-found]  # noqa: E402
+import make_architecture as architecture  # noqa: E402
 
 SOURCE = architecture.Source(ROOT)
 FLOOR = {room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE}

@@ -55,7 +55,7 @@ assert all(hasattr(lightning_sdiloco, name) for name in lightning_sdiloco.__all_
 """
 
 
-def run_python(code: str, without: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+def run_python(code: str, without: set[str] = frozenset()) -> str:
     """What a script prints in a process of its own, in which some packages are as if they were not installed."""
     hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(without)}))\n"
     words = [sys.executable, "-c", hidden + code]

@@ -220,7 +220,7 @@ def test_what_is_no_exchange_or_part_is_refused_and_a_checkpoint_tells_what_it_h
             )
             for given in ("all_reduce", "two-shot", None, True, 2)
         ),
-        (lambda: TwoShot("fast"), "is not known"),  # type: ignore[arg-type]
+        (lambda: TwoShot("fast"), "is not known"),
         (lambda: TwoShot([1, -1]), "not negative"),
         (lambda: TwoShot(links=[1, 0]), "positive numbers"),
         (lambda: TwoShot([1, 1], links=[1, 1]), "does not ask for them"),

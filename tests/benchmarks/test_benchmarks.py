@@ -1,31 +1,43 @@
-"""The benchmarks run, write down what they found, and count what they say they count; and so do their slow links."""
+"""The benchmarks run, write down what they found, and count what they say they count; and so do their slow links.
+
+Trainings for loss and in virtual time: each does what its name says, and is made once, in pieces that fit.
+"""
 
 import importlib
 import json
-import math
 import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import count
+from math import inf, isfinite
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import flights, loss_over_time, slow_links, training, wire_bytes
+from benchmarks import finetuning, flights, loss_over_time, quality, runs, slow_links, training, wire_bytes
+from benchmarks.backup_workers import BACKUP, Case, Play, goodput_at_most, goodput_of_all, wait_for_all
+from benchmarks.comparison import Comparison
 from benchmarks.links import Links, missing
+from benchmarks.methods import named
+from benchmarks.methods.trained import MOST_DROPPED
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
+from benchmarks.runs import Runs
 from benchmarks.sampler import peak
 from benchmarks.sites import Job
+from benchmarks.training import Loop, NamedTraining, Training, made
+from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
 
-SLOW = pytest.mark.slow
 NETWORK = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
@@ -39,11 +51,11 @@ def quick(name: str, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", ["overhead", "memory", "quality", pytest.param("finetuning", marks=SLOW)])
+@pytest.mark.parametrize("name", ["overhead", "memory", "quality", pytest.param("finetuning", marks=pytest.mark.slow)])
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(name, tmp_path)
     assert content["headline"], "there are numbers"
-    assert all(math.isfinite(number) for number in content["headline"].values())
+    assert all(isfinite(number) for number in content["headline"].values())
     assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
 
@@ -164,3 +176,128 @@ def test_a_link_is_as_slow_as_asked_is_cut_and_healed_and_leaves_nothing_behind(
             server.kill()
     left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
     assert not any(name in left for name in links.names)
+
+
+# Trainings
+
+OURS, DDP = quality.pair("tiny", sync_every=10)
+
+
+def test_a_training_in_pieces_has_the_bits_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = replace(OURS, inner="muon", budget=0.6 * OURS.budget)
+    whole, path, pieces = made(one), tmp_path / "runs.json", 0
+    # Every look at the clock takes a second, so that pieces end with fragments in flight.
+    ticks = count()
+    monkeypatch.setattr(training.time, "time", lambda: next(ticks))
+    while Runs("test", path).get(one) is None:
+        Runs("test", path).make([one], 1, minutes=10 / 60)
+        pieces += 1
+    assert pieces > 1
+    assert Runs("test", path)[one]["loss"] == whole["loss"]
+    assert list(tmp_path.iterdir()) == [path], "no state is left"
+
+
+def test_no_training_begins_that_would_not_be_over_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Training] = []
+
+    def noted(one: Training, *args: Any) -> dict[str, Any]:
+        begun.append(one)
+        return {**one.key(), "loss": 2.0, "tokens": one.tokens, "cpu_seconds": 40.0, "seconds": 40.0}
+
+    monkeypatch.setattr(runs, "made", noted)
+    monkeypatch.setattr(runs.time, "time", lambda: 40.0 * len(begun))
+    trainings = [replace(DDP, seed=seed) for seed in range(4)]
+    # Nothing is known of the first; a third one would end after 120 seconds. What the file has is not made again.
+    for minutes, seeds in ((1.9, [0, 1]), (inf, [0, 1, 2, 3])):
+        Runs("test", tmp_path / "runs.json").make(trainings, 1, minutes=minutes)
+        assert [one.seed for one in begun] == seeds
+
+
+def test_the_verdict_is_about_numbers_on_seeds_that_chose_nothing() -> None:
+    verdict = quality.STAGES["verdict"]
+    for pairs in quality.planned(verdict, verdict.sizes, None, "cpu").values():
+        ((ours, ddp), *others) = pairs
+        assert replace(ours, choices=None, lr=ddp.lr) == ddp
+        assert "auto" not in (ours.choices or {}).values(), "a run is that of its numbers"
+        assert (len(others), ours.seed in quality.TUNING, quality.has_enough_rounds(pairs)) == (4, False, True)
+    rates = ((1e-3, 2.0, 1.9), (3e-3, 1.8, 2.1))
+    found = [
+        Comparison(quality.at_rate("M=2", at), [{"seed": 0, "loss": a}], [{"seed": 0, "loss": b}]) for at, a, b in rates
+    ]
+    assert quality.each_at_its_best(found)[0].nats == pytest.approx([-0.1])
+
+
+def test_of_a_model_with_adapters_only_these_are_trained_and_exchanged() -> None:
+    one = next(one for one in finetuning.quick_trainings() if one.choices and one.lora_rank)
+    before, after = one.model().state_dict(), training.trained(one, one.text()).state_dict()
+    changed = {name for name, values in before.items() if not torch.equal(values, after[name])}
+    assert changed == {name for name in before if name.endswith((".down", ".up"))}
+    groups = SimulatedGroups([one.model(), one.model()], **one.choices)
+    assert {name for fragment in groups.engines[0].fragments for name in fragment.names} == changed
+
+
+def tiny(method: str, **changes: Any) -> NamedTraining:
+    one = named.training(method, named.METHODS[method].groups[-1], seed=0)
+    return replace(one, size=TINY, validation_windows=32, **changes)
+
+
+def trained(one: NamedTraining, steps: int) -> Loop:
+    loop = Loop(one, one.text())
+    loop.run(steps=steps)
+    return loop
+
+
+def test_methods_train_as_their_names_say() -> None:
+    paced = tiny("Paced, one at half speed")
+    assert [[paced.trained(group, step) for step in range(2)] for group in (0, 3)] == [
+        [paced.batch] * 2,
+        [0, paced.batch],
+    ]
+    slow = trained(paced, 40)._engines
+    assert [engine.inner_steps for engine in slow] == [40] * 4
+    weights = [engine.rounds.fragments[0].weight for engine in slow]
+    assert weights[3] == pytest.approx(weights[0] / 2, abs=1)
+
+    dropping = tiny("DropCompute")
+    kept = mean(dropping.trained(group, step) / dropping.batch for group in range(4) for step in range(250))
+    assert MOST_DROPPED / 2 < 1 - kept < 1.2 * MOST_DROPPED
+    some, whole = dropping.group(), dropping.group()
+    tokens, targets = next(dropping.text().batches(0, 8))
+    some.backward(tokens, targets, 6)
+    whole.backward(tokens[:6], targets[:6])
+    for ours, theirs in zip(some.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad * 6 / 8 if theirs.grad is not None else None)
+
+    sent = [engine.report()["bytes_sent"] for engine in trained(tiny("ByLink, one slow uplink"), 50)._engines]
+    assert sent[0] == sent[1] == sent[2]
+    assert sent[3] < 0.6 * sent[0]
+
+    # Without momentum and with rounds of a step it is the mean of gradients.
+    choices = {"sync_every": 1, "overlap_steps": 0}
+    fedglomo = trained(tiny("FedGLOMO", choices=choices, beta=1.0), 6).finish()
+    plain = {**choices, "outer_lr": 1.0, "outer_momentum": 0.0}
+    theirs = trained(tiny(named.AVERAGED, lr=0.1, choices=plain, clip=inf), 6).finish()
+    for one, other in zip(fedglomo.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_backup_workers_follow_closed_forms() -> None:
+    stalls = Case(rounds=120, seed=3)
+    found = Play(replace(stalls, quorum=BACKUP)).run().found()
+    # What is trained last is not counted yet.
+    assert 0.93 <= found["goodput"] <= goodput_at_most(stalls) + 0.01
+    assert found["counted"] >= 0.96
+    assert found["landing_seconds"] == pytest.approx(5.2, abs=0.3)
+    case = Case(rounds=2500)
+    assert goodput_of_all(case) == pytest.approx(0.7852, abs=1e-4)
+    assert goodput_at_most(case) == pytest.approx(0.9615, abs=1e-4)
+    assert wait_for_all(case)["goodput"] == pytest.approx(goodput_of_all(case), abs=0.015)
+    assert wait_for_all(replace(case, share=0.0, rounds=50))["goodput"] == 1.0
+    # A site that is always late delays the others only every eighth round, where all that it has trained counts.
+    late = Case(sites=4, rounds=40, share=0.0, delays=(0.0, 0.0, 0.0, 15.0), grace=20.0)
+    waiting, backup = Play(late).run(), Play(replace(late, quorum=BACKUP)).run()
+    assert waiting.found()["landing_seconds"] > 15
+    assert backup.found()["landing_seconds"] < 9
+    counted = {one.round: own.weight for one in backup.records if (own := one.of("site-3"))}
+    assert [number for number in counted if number > 8] == [16, 24, 32]
+    assert counted[32] == 8 * 30

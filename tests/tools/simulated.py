@@ -13,7 +13,7 @@ from tests.methods import Paced
 def _made(distribution: str) -> tuple[Any, Any]:
     package = importlib.import_module(distribution)
 
-    class Net(package.LightningModule):  # type: ignore[misc, name-defined]
+    class Net(package.LightningModule):
         """Two layers with dropout, so that random numbers count."""
 
         def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1) -> None:
@@ -38,7 +38,7 @@ def _made(distribution: str) -> tuple[Any, Any]:
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
-    class Data(package.LightningDataModule):  # type: ignore[misc, name-defined]
+    class Data(package.LightningDataModule):
         """A regression that shuffles, and is cut into one part for each rank."""
 
         def __init__(self, length: int = 120, batch_size: int = 5, paced: bool = False) -> None:
@@ -64,7 +64,7 @@ Net, Data = _made("lightning.pytorch")
 OtherNet, OtherData = _made("pytorch_lightning")
 
 
-class ByHand(Net):  # type: ignore[misc, valid-type]
+class ByHand(Net):
     """Steps its optimizer itself."""
 
     def __init__(self) -> None:

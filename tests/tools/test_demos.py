@@ -1,12 +1,10 @@
 """The demos: what they say and draw follows from the numbers of their runs; and once, all of that of a federation."""
 
 import json
-import math
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -23,22 +21,12 @@ import slow_link  # noqa: E402
 SHAPES = {f"net.blocks.{block}.matrix.weight": [100, 100] for block in range(3)} | {"net.head.weight": [256, 100]}
 
 
-def told() -> dict[str, dict[str, Any]]:
-    """What the runs of the demo wrote down, which the README shows."""
-    return dict(json.loads((EXAMPLES.parent / "docs" / "images" / "demo.json").read_text()))
-
-
-def test_the_readme_says_what_the_demo_said() -> None:
-    runs, page = told(), " ".join((EXAMPLES.parent / "README.md").read_text().split())
-    rows = [
-        " | ".join([demo.SETTINGS[name], *demo.cells(run, runs["ddp"]["bytes_sent"])]) for name, run in runs.items()
-    ]
-    for said in [*rows, *demo.sentences(runs["ddp"], runs["streaming_fp4"])]:
-        assert said in page
-
-
-def test_the_demo_says_prints_and_saves_what_follows_from_its_runs(tmp_path: Path) -> None:
-    runs = {name: {**run, "shapes": SHAPES, "step_seconds": 0.01, "steps": 200} for name, run in told().items()}
+def test_the_demo_says_prints_and_saves_what_follows_from_its_runs_and_the_readme_the_same(tmp_path: Path) -> None:
+    runs = json.loads((EXAMPLES.parent / "docs" / "images" / "demo.json").read_text())
+    page, sent = " ".join((EXAMPLES.parent / "README.md").read_text().split()), runs["ddp"]["bytes_sent"]
+    rows = [" | ".join([demo.SETTINGS[name], *demo.cells(run, sent)]) for name, run in runs.items()]
+    assert [said for said in (*rows, *demo.sentences(runs["ddp"], runs["streaming_fp4"])) if said not in page] == []
+    runs = {name: {**run, "shapes": SHAPES, "step_seconds": 0.01, "steps": 200} for name, run in runs.items()}
     for loss, run in zip((2.0, 2.2, 2.1), runs.values(), strict=True):
         run |= {"val_loss": loss, "val_losses": {"100": loss + 0.5, "200": loss}}
     demo.add_times(runs)
@@ -50,24 +38,13 @@ def test_the_demo_says_prints_and_saves_what_follows_from_its_runs(tmp_path: Pat
     assert diloco == pytest.approx(200 * 0.01 + 10 * (0.05 + 4 * 55_600 * 8 / 1e8), rel=0.1)
     # Training and the last exchange; what is in flight for five steps is there in time, but for a few milliseconds.
     assert 200 * 0.01 + 0.05 < ours < 200 * 0.01 + 0.5
-    below = {**runs["streaming_fp4"], "val_loss": 1.9}
-    for own, says in (
-        (runs["streaming_fp4"], "above that of DDP: 5.0 % more loss, 10.5 % more perplexity; one seed each."),
-        (below, "below that of DDP: 5.0 % less loss, 9.5 % less perplexity; one seed each."),
-    ):
-        cost, saved = demo.sentences(runs["ddp"], own)
-        assert cost.endswith(f"0.100 nats per byte {says}")
-        assert "takes DDP 16 s and Streaming DiLoCo 2 s; computed" in saved
-        assert saved.endswith("from the 10 ms that a step took here, not measured on a link.")
-
+    cost, saved = demo.sentences(runs["ddp"], runs["streaming_fp4"])
+    assert "0.100 nats per byte above that of DDP: 5.0 % more loss, 10.5 % more perplexity" in cost
+    assert "takes DDP 16 s and Streaming DiLoCo 2 s; computed" in saved
     pytest.importorskip("matplotlib")
     console = Console(record=True, width=200)
     demo.tell(runs, tmp_path / "out", console)
-    printed = " ".join(console.export_text().split())
-    for path in (tmp_path / "out" / name for name in ("demo.json", "demo.svg", "demo-dark.svg")):
-        assert path.stat().st_size > 1000
-        assert str(path) in printed
-    assert "139,904 parameters" in printed
+    assert "139,904 parameters" in " ".join(console.export_text().split())
     again = json.loads((tmp_path / "out" / "demo.json").read_text())
     for path in slow_link.draw(tmp_path, again, demo.SETTINGS):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
@@ -91,9 +68,7 @@ def site(number: int, *starts: list[float]) -> Run:
     return Run([rank])
 
 
-def test_the_demo_of_a_federation_says_and_draws_what_the_records_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_demo_of_a_federation_says_and_draws_what_the_records_say(tmp_path: Path) -> None:
     moments = [100 + 0.1 * number for number in range(1, 100)]
     # One step of site-b takes 0.3 s while site-c is away.
     late = [at for at in moments if not 104.05 < at < 104.25]
@@ -107,16 +82,12 @@ def test_the_demo_of_a_federation_says_and_draws_what_the_records_say(
     assert comeback.endswith("all 3 sites ended with the same parameters, bit for bit, at 2.000 nats per byte.")
     results["site-b"]["sha256"] = "60"
     assert "DID NOT" in came_and_went.sentences(runs, results, AT, "site-c")[1]
-    assert [len(came_and_went.training(runs[name].heads[0])) for name in ("site-a", "site-c")] == [1, 2]
-    # Nothing is drawn from the last step before its death to the first after it.
-    monkeypatch.setattr(came_and_went, "PAUSE", 0.5)
-    moments, values = came_and_went.smooth(runs["site-c"].heads[0], 0.0)
-    assert sum(map(math.isnan, values)) == 2
-    assert not [at for at in moments if AT["killed"] < at < 107]
     pytest.importorskip("matplotlib")
     paths = came_and_went.draw(tmp_path, runs, AT, "site-c")
-    assert [path.name for path in paths] == ["federation.svg", "federation-dark.svg"]
-    assert all(path.stat().st_size > 1000 for path in paths)
+    assert [(path.name, path.stat().st_size > 1000) for path in paths] == [
+        ("federation.svg", True),
+        ("federation-dark.svg", True),
+    ]
 
 
 @pytest.mark.slow

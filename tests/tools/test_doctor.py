@@ -138,7 +138,7 @@ def test_what_hinders_ranks_is_found_and_told() -> None:
             self.close()
 
         if rank == 1:
-            reachability.Listener.__init__ = then_close  # type: ignore[method-assign]
+            reachability.Listener.__init__ = then_close
         return doctored(rank, world_size, "--json")
 
     (text, _, code), other = run_processes(unreachable, 2)

@@ -73,7 +73,7 @@ def real(rank: int, world_size: int, distribution: str, arguments: list[str]) ->
     package = importlib.import_module(distribution)
     found: dict[str, Any] = {"losses": [], "validations": []}
 
-    class Losses(package.Callback):  # type: ignore[misc, name-defined]
+    class Losses(package.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *rest: Any) -> None:
             found["losses"].append(float(outputs["loss"]))
 
