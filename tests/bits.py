@@ -16,3 +16,8 @@ def vector(values: list[float], numel: int) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Tells whether float32 tensors have the same bits."""
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    """Tells whether tensors by name are the same."""
+    return one.keys() == other.keys() and all(torch.equal(values, other[name]) for name, values in one.items())

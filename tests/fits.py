@@ -38,24 +38,51 @@ def said_by(*names: str) -> list[str]:
     return said
 
 
-class Batches(IterableDataset):
-    """The batches of a group; a rank of a group of several sees its part of each."""
+Place = tuple[int, int, int]  # Of a rank: its group, its number in the group, and the ranks of the group.
 
-    def __init__(self, group: int, shard: int, shards: int) -> None:
-        self.place = group, shard, shards
+
+class Stream(IterableDataset):
+    """So many batches of a group, perhaps others in later epochs; a rank of a group of several sees its part of each.
+
+    It can be taken up again in the middle.
+    """
+
+    def __init__(self, place: Place, batches: int = 10**9, later: int | None = None) -> None:
+        self.place, self.batches, self.later = place, batches, batches if later is None else later
+        self.step, self.resumed = 0, False
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        start, self.resumed = self.step if self.resumed else 0, False
+        return self.after(start)
+
+    def after(self, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        batches, self.batches = self.batches, self.later
         group, shard, shards = self.place
-        step = 0
-        while True:
-            step += 1
-            x, y = batch(group, step)
+        for self.step in range(start + 1, batches + 1):
+            x, y = batch(group, self.step)
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
 
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
 
-def batches(group: int, shard: int = 0, shards: int = 1) -> Any:
-    """A loader of the batches of a group, or of the part of each that a rank of a group of several sees."""
-    return DataLoader(Batches(group, shard, shards), batch_size=None)
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step, self.resumed = state["step"], True
+
+
+class Announced(Stream):
+    """Announces a length, which may be wrong."""
+
+    def __init__(self, place: Place, batches: int, announced: int | None = None, later: int | None = None) -> None:
+        super().__init__(place, batches, later)
+        self.announced = batches if announced is None else announced
+
+    def __len__(self) -> int:
+        return self.announced
+
+
+def batches(group: int, shard: int = 0, shards: int = 1, *numbers: int) -> Any:
+    """A loader of a stream, whose length nobody knows and which is not taken up again."""
+    return DataLoader(Stream((group, shard, shards), *numbers), batch_size=None)
 
 
 class SomeBatches:
@@ -148,13 +175,17 @@ def fit(
 ) -> Trained:
     """Fits in this rank, whose seed is its own, and returns what is worth comparing."""
     size = world_size // groups
-    endless = batches(rank // size, rank % size, size)
     model = make(distribution, inner, seed=rank)
+    if loader is None and "train_dataloader" not in vars(type(model)):
+        loader = batches(rank // size, rank % size, size)
     chosen = strategy(distribution, **{"worker_groups": groups, **choices})
     runner = trainer(
         distribution, **{"strategy": chosen, "devices": world_size, "max_steps": steps, **(trainer_choices or {})}
     )
-    runner.fit(model, endless if loader is None else loader, validation, ckpt_path=resume and str(resume))
+    loops = runner.fit_loop, runner.fit_loop.epoch_loop, runner._signal_connector
+    before = [set(vars(loop)) for loop in loops]
+    runner.fit(model, loader, validation, ckpt_path=resume and str(resume))
+    assert [set(vars(loop)) for loop in loops] == before, "nothing is left behind"
     return {
         "outer": {name.removeprefix("net."): values for name, values in chosen.outer_state_dict().items()},
         "model": {name: whole(p) for name, p in model.net.named_parameters()},

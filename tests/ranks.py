@@ -28,6 +28,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from tests.bits import same
+
 GROUP_TIMEOUT = timedelta(seconds=30)
 GRACE = 5.0  # seconds that the other ranks have left once one of them failed
 # How the names begin that launchers set, and those by which ranks meet.
@@ -131,9 +133,7 @@ def agreed(value: Any) -> bool:
     dist.all_gather_object(values, value)
     if not isinstance(value, dict):
         return all(other == value for other in values)
-    return all(
-        other.keys() == value.keys() and all(map(torch.equal, other.values(), value.values())) for other in values
-    )
+    return all(same(other, value) for other in values)
 
 
 # In the parent.

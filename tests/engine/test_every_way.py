@@ -8,7 +8,6 @@ import importlib
 import logging
 import re
 import shutil
-from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +60,7 @@ from tests.engine.groups import (
 )
 from tests.engine.test_policies import DelayCompensation, Loudest, Rarer
 from tests.fits import LIGHTNING, refusal
-from tests.lightning.test_checkpoint import CHOICES, StatefulBatches, run_fit, save_folder, saving, traced
+from tests.lightning.test_checkpoint import CHOICES, run_fit, save_folder, saving, traced
 from tests.methods import ByMedian, DelayedNesterov, ZScore
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
@@ -649,18 +648,10 @@ def test_a_finetuning_callback_cuts_the_model_anew_between_epochs_and_a_fit_resu
 
 
 def test_a_group_that_begins_an_epoch_without_data_cuts_the_model_anew_with_the_others() -> None:
-    class Once(StatefulBatches):
-        def __len__(self) -> int:
-            raise TypeError("unknown")
-
-        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-            yield from super().__iter__()
-            self.length = 0
-
     def fit(rank: int, world_size: int) -> Any:
         strategy = fits.strategy(worker_groups=2, **{**CHOICES, "sync_every": 6})
         trainer = fits.trainer(strategy=strategy, devices=2, max_epochs=2, callbacks=[finetuning(LIGHTNING)])
-        loader = Once(rank, 0, 1, length=10) if rank else StatefulBatches(rank, 0, 1, length=100)
+        loader = fits.Stream((1, 0, 1), 10, 0) if rank else fits.Announced((0, 0, 1), 100)
         trainer.fit(fits.module(seed=rank), loader)
         return strategy.outer_state_dict(), strategy.report()["inner_steps"]
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from lightning_sdiloco import AgreementError, ExchangeError, Landing, StreamingDiLoCoStrategy, WorkerGroups
 from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
@@ -287,9 +286,8 @@ def fitted(
         strategy = fits.strategy(other, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout)
         saves = {"enable_checkpointing": place == "on_save_checkpoint", "default_root_dir": folder}
         trainer = fits.trainer(other, strategy=strategy, devices=world_size, max_steps=40, **saves)
-        data = DataLoader(fits.Batches(rank // (world_size // 2), 0, 1), batch_size=None)
         try:
-            trainer.fit(fits.module(other, **{place: hook}), data)
+            trainer.fit(fits.module(other, **{place: hook}), fits.batches(rank // (world_size // 2)))
         except BaseException as caught:
             cause = str(caught.__cause__) if what == "a pause" else ""
             error = "".join(traceback.format_exception_only(caught)) + cause

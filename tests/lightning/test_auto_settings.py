@@ -21,8 +21,8 @@ from lightning_sdiloco.lightning.options import Measured, Options, choice, measu
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
+from tests.bits import same
 from tests.fits import LIGHTNING, SomeBatches, fit, module, trainer
-from tests.lightning.uneven_fits import same
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 

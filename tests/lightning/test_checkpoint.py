@@ -30,9 +30,9 @@ from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
-from tests.fits import LIGHTNING, refusal, since
+from tests.fits import LIGHTNING, Announced, refusal, since
 from tests.ranks import agreed, in_ranks, run_processes
-from tests.training import batch, inner_optimizer, mlp
+from tests.training import inner_optimizer, mlp
 
 OTHER = "pytorch_lightning"
 STEPS = 26
@@ -47,32 +47,10 @@ Act = Callable[[Any], None]
 not_in_the_oldest = since("2.6")
 
 
-class StatefulBatches:
-    """A loader of known length that can be taken up again in the middle."""
-
-    def __init__(self, group: int, shard: int, shards: int, length: int) -> None:
-        self.place, self.length, self.step = (group, shard, shards), length, 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        group, shard, shards = self.place
-        while self.step < self.length:
-            self.step += 1
-            x, y = batch(group, self.step)
-            yield x.chunk(shards)[shard], y.chunk(shards)[shard]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
-
-
 def held_by(module: Any) -> dict[str, Tensor]:
     """What a module that is trained, its optimizer and its strategy hold on this rank."""
-    held = dict(module.state_dict())
+    stepped = module.trainer.fit_loop.epoch_loop._batches_that_stepped
+    held = {**module.state_dict(), "batches that stepped": torch.tensor(stepped)}
     for index, state in enumerate(module.trainer.optimizers[0].state.values()):
         held |= {f"{index} {key}": values for key, values in state.items()}
     local = {name: values.to_local() if hasattr(values, "to_local") else values for name, values in held.items()}
@@ -122,7 +100,7 @@ def run_fit(
     common |= {"devices": world_size, "limit_val_batches": 0}
     trainer = fits.trainer(distribution, strategy=strategy, **common | (trainer_choices or {}))
     torch.manual_seed(100 + rank)
-    loader = StatefulBatches(*(place or (rank // size, rank % size, size)), length=100)
+    loader = Announced(place or (rank // size, rank % size, size), 100)
     more = {} if weights_only is None else {"weights_only": weights_only}
     trainer.fit(model, loader, ckpt_path=path and str(path), **more)
     held = {name: getattr(values, "full_tensor", values.clone)() for name, values in model.state_dict().items()}
@@ -314,18 +292,18 @@ def test_a_group_of_three_adds_gradients_in_the_same_order_whatever_ddp_does_or_
 @in_ranks(2)
 def test_a_checkpoint_of_plain_ddp_is_where_all_groups_start(rank: int, tmp_path: Path) -> None:
     trainer = fits.trainer(strategy="ddp", devices=2, max_steps=4)
-    trainer.fit(fits.module(inner="adamw", net=mlp()), StatefulBatches(rank, 0, 1, 100))
+    trainer.fit(fits.module(inner="adamw", net=mlp()), Announced((rank, 0, 1), 100))
     trainer.save_checkpoint(path := tmp_path / "ddp.ckpt")
     fitted = run_fit(rank, 2, steps=5, path=path, make=partial(traced, net=mlp))
     assert_same(outer_of(fitted, 4), torch.load(path, weights_only=True)["state_dict"])
 
 
-class EveryEpoch(StatefulBatches):
+class EveryEpoch(Announced):
     """The same batches in every epoch. Lightning does not restore a loader after the end of one."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        self.step %= self.length
-        if self.step == 0:
+        self.step %= self.batches
+        if not (self.resumed and self.step):
             torch.rand(())  # a loader of torch takes a random number for every iterator
         yield from super().__iter__()
 
@@ -386,7 +364,7 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_
         )
         torch.manual_seed(100 + rank)
         seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
-        trainer.fit(model, EveryEpoch(rank, 0, 1, 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
+        trainer.fit(model, EveryEpoch((rank, 0, 1), 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
         stopped, rate = stopping.state_dict(), trainer.optimizers[0].param_groups[0]["lr"]
         rests = (rate, stopped["wait_count"], stopped["best_score"], best.best_model_score)
         return {"trace": model.trace, "ended": model.ended, "rests": rests}
@@ -544,7 +522,7 @@ def test_what_is_named_after_an_exception_still_stands_and_the_strategy_can_be_u
         assert f"Resume from {tmp_path}/{named}." in "".join(said)
     strategy = fits.strategy(**CHOICES)
     trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[failing(rank)])
-    fit = partial(trainer.fit, train_dataloaders=StatefulBatches(rank, 0, 1, length=100))
+    fit = partial(trainer.fit, train_dataloaders=Announced((rank, 0, 1), 100))
     refusal(fit, traced(LIGHTNING, rank), kind=ArithmeticError)
     trainer.callbacks = []
     fit(traced(LIGHTNING, rank))

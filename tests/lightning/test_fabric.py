@@ -24,9 +24,8 @@ from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
+from tests.bits import same
 from tests.fits import play, refusal
-from tests.lightning import uneven_fits
-from tests.lightning.uneven_fits import same
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import run_script
 from tests.training import LAYERS, backward, batch, inner_optimizer, mlp
@@ -285,19 +284,6 @@ def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) 
 
 
 # Warm-ups
-
-
-def test_a_group_that_has_run_dry_takes_part_in_the_gradients_of_the_others_in_a_warmup() -> None:
-    """As with any launch, the epoch ends with the batch in which they hear of it."""
-
-    def loader(place: uneven_fits.Place) -> Any:
-        # Only when it is asked for a fifth batch, the first turns out to have none.
-        return uneven_fits.Announced(place, 4 + 3 * place[0], announced=9)
-
-    for make in (uneven_fits.noting, uneven_fits.gan):
-        ranks = uneven_fits.fit(2, loader, make=make, choices={**uneven_fits.CHOICES, "warmup_steps": 20})
-        assert uneven_fits.epochs(uneven_fits.assert_together(ranks)) == [5, 5]
-        assert [bool(rank["idle"]) for rank in ranks] == [True, False]
 
 
 def test_a_loop_that_forgets_the_gradients_of_a_warmup_is_told_before_groups_drift_apart() -> None:

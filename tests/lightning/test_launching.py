@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from tests import fits, sharded
+from tests.bits import same
 from tests.fits import LIGHTNING
-from tests.lightning.uneven_fits import same
 from tests.ranks import LAUNCHERS, agreed, run_processes, run_ranks
 from tests.scripts import start_script
 from tests.strangers import listening
@@ -315,7 +314,7 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
             assert trained["inspected"].strategy.topology.num_groups == groups
         trainer = trained["inspected"]
         trainer.fit_loop.max_epochs = 3
-        trainer.fit(models[0], DataLoader(fits.Batches(rank // 2, rank % 2, 2), batch_size=None))
+        trainer.fit(models[0], fits.batches(rank // 2, rank % 2, 2))
         report = trainer.strategy.report()
         assert same(started[-1], fitted[-1][1])
         assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from tests import fits
-from tests.fits import LIGHTNING, batches, refusal
-from tests.lightning.uneven_fits import Announced, same
+from tests.bits import same
+from tests.fits import LIGHTNING, Announced, batches, refusal
 from tests.ranks import agreed, in_ranks
 from tests.training import batch, mlp
 

@@ -20,9 +20,8 @@ import torch
 from lightning_sdiloco.lightning import monitor
 from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits
-from tests.fits import LIGHTNING, said_by
+from tests.fits import LIGHTNING, Announced, said_by
 from tests.lightning.test_checkpoint import CHOICES, assert_same, traced, unequal
-from tests.lightning.uneven_fits import Announced
 from tests.ranks import in_ranks
 
 STEPS = 30
@@ -34,40 +33,25 @@ Signalled = dict[tuple[int, str, int], list[int]]
 """Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 
 
-def listening(distribution: str, rank: int, signalled: Signalled) -> Any:
-    """A traced module that sends its own process signals, and notes what happens between steps."""
-    base = type(traced(distribution, rank))
+def listening(rank: int, signalled: Signalled, distribution: str = LIGHTNING) -> Any:
+    """A traced module that sends its own process signals, and says what happens between steps."""
 
-    class Listening(base):  # type: ignore[misc, valid-type]
-        def signal(self, hook: str, step: int, said_of_it: str = "") -> None:
-            self.said.extend([f"{said_of_it} after step {step}"] if said_of_it else [])
-            for number in signalled.get((rank, hook, step), ()):
-                os.kill(os.getpid(), number)
+    def signal(self: Any, hook: str, step: int, said_of_it: str = "") -> None:
+        if said_of_it:
+            self.said.append(f"{said_of_it} after step {step}")
+        for number in signalled.get((rank, hook, step), ()):
+            os.kill(os.getpid(), number)
 
-        def on_train_batch_start(self, *args: Any) -> None:
-            super().on_train_batch_start(*args)
-            stepped = self.trainer.fit_loop.epoch_loop._batches_that_stepped
-            self.trace[self.trainer.global_step]["batches that stepped"] = torch.tensor(stepped)
+    def training_step(self: Any, parts: Any, index: int) -> Any:
+        signal(self, "training_step", self.trainer.global_step + 1)
+        return self.loss(parts)
 
-        def training_step(self, parts: Any, index: int) -> Any:
-            self.signal("training_step", self.trainer.global_step + 1)
-            return super().training_step(parts, index)
+    def telling(hook: str, what: str) -> Any:
+        return lambda self, *args: signal(self, hook, self.trainer.global_step, what.format(*args))
 
-        def validation_step(self, parts: Any, index: int) -> None:
-            self.signal("validation_step", self.trainer.global_step, f"validation batch {index}")
-
-        def on_train_epoch_end(self) -> None:
-            self.signal("on_train_epoch_end", self.trainer.global_step, "epoch end")
-
-        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            self.signal("on_save_checkpoint", self.trainer.global_step, "save")
-
-        def on_train_end(self) -> None:
-            self.signal("on_train_end", self.trainer.global_step)
-
-    model = Listening()
-    model.trace, model.said = {}, []
-    return model
+    told = {"validation_step": "validation batch {1}", "on_train_epoch_end": "epoch end", "on_train_end": ""}
+    hooks = {hook: telling(hook, what) for hook, what in {**told, "on_save_checkpoint": "save"}.items()}
+    return traced(distribution, rank, training_step=training_step, said=[], **hooks)
 
 
 def run(
@@ -80,30 +64,23 @@ def run(
     length: int = 100,
     validates: bool = False,
     saves: dict[str, Any] | None = None,
-    enable_checkpointing: bool = True,
     **choices: Any,
 ) -> dict[str, Any]:
     """Fits in this rank of two groups, and returns what happened."""
-    size, model = world_size // 2, listening(distribution, rank, signalled or {})
-    saver = importlib.import_module(distribution).callbacks.ModelCheckpoint
-    how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
-    given = {"callbacks": [saver(**how)] if enable_checkpointing else [], "max_steps": STEPS, "num_sanity_val_steps": 0}
-    trainer = fits.trainer(
-        distribution,
-        strategy=fits.strategy(distribution, worker_groups=2, **CHOICES),
-        devices=world_size,
-        default_root_dir=folder,
-        enable_checkpointing=enable_checkpointing,
-        **{**given, **choices},
-    )
+    model, size = listening(rank, signalled or {}, distribution), world_size // 2
+    given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
+    if given["enable_checkpointing"]:
+        how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
+        given["callbacks"] = [importlib.import_module(distribution).callbacks.ModelCheckpoint(**how)]
+    strategy = fits.strategy(distribution, worker_groups=2, **CHOICES)
+    trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given)
+    loader, ended = Announced((rank // size, rank % size, size), length), ""
     torch.manual_seed(100 + rank)
-    ended = ""
     try:
-        loader = Announced((rank // size, rank % size, size), length)
         trainer.fit(model, loader, Announced((0, 0, 1), 3) if validates else None, ckpt_path=resume)
     except BaseException as error:
         ended = type(error).__name__
-    outer = trainer.strategy.outer_state_dict() if model.trace and not ended else {}
+    outer = strategy.outer_state_dict() if model.trace and not ended else {}
     return {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step), "outer": outer}
 
 
@@ -175,11 +152,8 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
         assert sum("save" in words for words in ended["said"]) == 1, number
         saved = tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"
         assert list((tmp_path / str(number)).rglob("*.ckpt")) == [saved], number
-    for how in (
-        {"enable_checkpointing": False},
-        {"fast_dev_run": 30},
-        {"barebones": True, "enable_checkpointing": False},
-    ):
+    unsaved: dict[str, Any] = {"enable_checkpointing": False}
+    for how in (unsaved, {"fast_dev_run": 30}, {"barebones": True, **unsaved}):
         ended = run(rank, 2, tmp_path / "quiet", TERMINATED, **how)
         assert (ended["ended"], ended["said"]) == ((TERMINATION, ENDED), []), how
     assert list((tmp_path / "quiet").rglob("*.ckpt*")) == []
@@ -245,12 +219,9 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     def fit(signalled: Signalled) -> dict[str, Any]:
         return dict(as_job(rank, 2, tmp_path, partial(run, rank, 2, tmp_path / "run", signalled)))
 
-    plain, first, second, third = run(rank, 2, tmp_path / "plain"), fit(requeued), fit(after), fit({})
-    assert (first["ended"], second["ended"], third["ended"]) == (
-        (TERMINATION, ENDED),
-        (TERMINATION, STEPS),
-        ("", STEPS),
-    )
+    plain, (first, second, third) = run(rank, 2, tmp_path / "plain"), map(fit, (requeued, after, {}))
+    assert [first["ended"], second["ended"]] == [(TERMINATION, ENDED), (TERMINATION, STEPS)]
+    assert third["ended"] == ("", STEPS)
     assert_same_from(second, plain)
     saved = torch.load(newest, weights_only=True)["state_dict"]
     assert_same({name: saved[name] for name in plain["outer"]}, plain["outer"])
@@ -279,7 +250,7 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_pa
         (10.0, True, f"{told}. Use sbatch --signal=USR1@130"),
     ):
         clock, said[:] = itertools.count(step=step_seconds), []
-        monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)  # type: ignore[assignment]
+        monitor.time = SimpleNamespace(monotonic=partial(next, clock), perf_counter=perf_counter)
         fit = partial(run, rank, 2, tmp_path, max_steps=15)
         as_job(rank, 2, tmp_path, fit) if in_slurm else fit()
         warned = [words for words in said if "termination signal" in words]
@@ -292,9 +263,8 @@ def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
     def validate(number: int) -> str:
         strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
         trainer = fits.trainer(strategy=strategy, devices=2, default_root_dir=tmp_path)
-        model = listening(LIGHTNING, rank, {(1, "validation_step", 0): [number]})
         try:
-            trainer.validate(model, Announced((rank, 0, 1), 3))
+            trainer.validate(listening(rank, {(1, "validation_step", 0): [number]}), Announced((rank, 0, 1), 3))
         except BaseException as error:
             return type(error).__name__
         return "validated"

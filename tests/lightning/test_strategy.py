@@ -22,8 +22,8 @@ from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
+from tests.bits import same
 from tests.fits import LIGHTNING, batches, fit, refusal
-from tests.lightning.uneven_fits import same
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import mlp
 

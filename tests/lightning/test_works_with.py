@@ -28,8 +28,8 @@ from torchmetrics import MeanMetric, MetricCollection
 
 from lightning_sdiloco.lightning.model_format import SingleRankDDP
 from tests import fits
+from tests.bits import same
 from tests.fits import LIGHTNING, batches, refusal, since
-from tests.lightning.uneven_fits import same
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import batch, mlp
 
