@@ -3,7 +3,7 @@
     python -m benchmarks.backup_workers [--rounds N] [--quick] [--json FILE]
 
 Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2 % of its rounds a
-site stalls for 60 s, while it still gives signs of life. Time is virtual; the rules are the real ones, `Ledger` and
+site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules are the real ones, `Ledger` and
 `Follower`, without tensors. In the last two rows nobody stalls, and one site sends what it launches 8 s late.
 
 - **goodput**: inner steps that counted in a record, over those that all sites could make in that time if nobody stalled
@@ -26,12 +26,12 @@ from statistics import mean
 from typing import Any
 
 from benchmarks import report
-from lightning_sdiloco.federation.charter import ChosenQuorum, Terms
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.ledger import Answer, Ledger
 from lightning_sdiloco.federation.messages import Call, Contribution, Hello, Payload, Position, Record
+from lightning_sdiloco.federation.run_config import ChosenQuorum, Terms
 
-CHARTER = "00" * 32
+RUN_CONFIG = "00" * 32
 BEAT = 2.5
 BACKUP = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5})
 FOR_EVER = 1e9
@@ -129,20 +129,20 @@ class Play:
     def __init__(self, case: Case) -> None:
         self.case, self.now = case, 0.0
         self.terms = Terms(1, case.sync_every, case.overlap_steps, case.grace, quorum=case.quorum)
-        self.ledger = Ledger(self.terms, CHARTER, 0.0)
+        self.ledger = Ledger(self.terms, RUN_CONFIG, 0.0)
         self.records: list[Record] = []
         self.histories: dict[int, set[int]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._numbers, self._lives = count(), [f"{site:016x}" for site in range(case.sites)]
+        self._numbers, self._incarnations = count(), [f"{site:016x}" for site in range(case.sites)]
         self.sites = [self._site(number) for number in range(case.sites)]
-        self._beat()
+        self._heartbeat()
 
     def _site(self, number: int) -> Site:
-        follower = Follower(self.terms, CHARTER, f"site-{number}", self._lives[number])
+        follower = Follower(self.terms, RUN_CONFIG, f"site-{number}", self._incarnations[number])
         follower.found([1])
         delay = self.case.delays[number] if self.case.delays else 0.0
         site = Site(follower.site, follower, self.case.steps_of(number), delay)
-        self.ledger.hello(Hello("play", site.name, follower.life, CHARTER, (Position(0, CHARTER),)), 0.0)
+        self.ledger.hello(Hello("play", site.name, follower.incarnation, RUN_CONFIG, (Position(0, RUN_CONFIG),)), 0.0)
         follower.reachable = True
         self._at(site.steps.next(), lambda: self._turn(site, True))
         return site
@@ -211,20 +211,20 @@ class Play:
     # The hub
 
     def _contributes(self, own: Contribution) -> None:
-        if self.ledger.contribute(own, own.life, self.now) is Answer.OPEN:
+        if self.ledger.contribute(own, own.incarnation, self.now) is Answer.OPEN:
             (call,) = self.ledger.calls()
             self._tell(call)
         self._close()
 
     def _skips(self, site: Site, call: Call) -> None:
-        self.ledger.skip(site.name, site.follower.life, call, self.now)
+        self.ledger.skip(site.name, site.follower.incarnation, call, self.now)
         self._close()
 
-    def _beat(self) -> None:
+    def _heartbeat(self) -> None:
         for site in self.sites:
-            self.ledger.beat(site.follower.beat(), self.now)
+            self.ledger.heartbeat(site.follower.heartbeat(), self.now)
         self._close()
-        self._at(BEAT, self._beat)
+        self._at(BEAT, self._heartbeat)
 
     def _close(self) -> None:
         for record in self.ledger.due(self.now):

@@ -269,7 +269,7 @@ class Demo:
         """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote down."""
         rounds = [own["round"] for own in self.status.get("fragments", [])]
         table = Table(title=f"rounds of the fragments: {', '.join(map(str, rounds)) or '-'}", title_justify="left")
-        for name in ("site", "", "inner steps", "loss", "last beat", "behind", "share", "late", "starts"):
+        for name in ("site", "", "inner steps", "loss", "last heartbeat", "behind", "share", "late", "starts"):
             table.add_column(name, justify="left" if name in ("site", "") else "right")
         for name, site in self.sites.items():
             own = self.status.get("sites", {}).get(name)
@@ -277,9 +277,9 @@ class Demo:
             told = [f"{site.step:,}", "-" if site.loss is None else f"{site.loss:.2f}"]
             if own:
                 behind = "-" if own["rounds_behind"] is None else str(own["rounds_behind"])
-                beat = "-" if own["last_beat"] is None else f"{own['last_beat']:.1f} s"
-                told += [beat, behind, f"{own['share']:.0%}", str(own["late"])]
-                told += [str(own["lives"])]
+                heartbeat = "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s"
+                told += [heartbeat, behind, f"{own['share']:.0%}", str(own["late"])]
+                told += [str(own["incarnations"])]
             table.add_row(name, Text(state, style=STATES.get(state, "dim")), *told)
         return table
 

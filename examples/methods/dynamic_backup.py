@@ -2,8 +2,8 @@
 
     python examples/methods/dynamic_backup.py
 
-Four sites train in virtual time, with a second for each inner step, and one of them stalls for a minute. It gives signs
-of life meanwhile, as its lease says; so a hub that waits for all waits for it, and the others wait for the hub. What is
+Four sites train in virtual time, with a second for each inner step, and one of them stalls for a minute. Its heartbeats
+come meanwhile, as its lease says; so a hub that waits for all waits for it, and the others wait for the hub. What is
 trained is Lightning's BoringModel, whose loss means nothing.
 """
 

@@ -571,9 +571,9 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "The fragments and settings of a site are those of the charter of its run: while it trains, parameters"
-                " cannot be frozen or become trainable, and settings cannot be chosen anew. Found another run, from the"
-                " outer model of this one."
+                "Fragments and settings of a site are those of the run config: while it trains, parameters cannot be"
+                " frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer"
+                " model of this one."
             )
 
     def report(self) -> dict[str, float]:

@@ -181,13 +181,16 @@ class Rounds:
         due = self.due(step)
         if due:
             self.require_coverage()
-        is_start = self.is_warmup(step)
+        is_start, topology = self.is_warmup(step), self._topology
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
                 fragment, purpose = self.fragments[index], Purpose.START if is_start else Purpose.ROUND
                 launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
-                leg = () if is_start or self._shares else self._leg(step)
+                # With whom this group exchanges in the round of a launch, itself among them.
+                number = self._counted_in_rounds(step) // self.settings.sync_every - 1
+                legs = () if is_start or self._shares else self.settings.routing.legs(number, topology.num_groups)
+                leg = next((tuple(leg) for leg in legs if topology.group_index in leg), ())
                 launch = launch._replace(step_time=self.step_clock.seconds, leg=leg)
                 self.start(self.chosen(launch), began)
         return len(due)
@@ -231,12 +234,6 @@ class Rounds:
         overlap_s = self.schedule.overlap_steps * (launch.step_time or math.nan)
         choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
         return launch._replace(choice=choice) if choice else launch
-
-    def _leg(self, step: int) -> tuple[int, ...]:
-        """Returns with whom this group exchanges in the round of a launch, itself among them."""
-        number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-        legs = self.settings.routing.legs(number, self._topology.num_groups)
-        return next(tuple(leg) for leg in legs if self._topology.group_index in leg)
 
     def _deadline(self) -> float:
         return time.monotonic() + self.settings.timeout.total_seconds()

@@ -43,7 +43,7 @@ from lightning_sdiloco.federation.wire import (
 
 LEAST_RATE = 64 << 10  # bytes per second below which a blob is given up in the end: half of 1 Mbit/s
 PATIENCE = 30.0  # seconds without any progress after which a connection is given up
-_SILENT_BEATS = 4  # beats of the hub that may be missing before it counts as gone
+_SILENT_HEARTBEATS = 4  # heartbeats of the hub that may be missing before it counts as gone
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
 _STUCK = 4
@@ -90,8 +90,8 @@ class HubClient:
         role: Role = "site",
         channels: int = 8,  # where packets are lost, they carry five times as much as one
         timeout: float = 10.0,
-        beat: float = 1.0,
-        life: str = "",
+        heartbeat: float = 1.0,
+        incarnation: str = "",
     ) -> None:
         if channels < 1:
             raise ValueError(f"channels={channels} is out of range: it must be at least 1.")
@@ -104,8 +104,8 @@ class HubClient:
                 f"What goes to hub {hub} can be read and changed by others on the way (insecure=True).", stacklevel=2
             )
         self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
-        self.life = life or secrets.token_hex(8)
-        self.max_blob, self._bundle, self._beat, self._timeout = MAX_BLOB, bundle, beat, timeout
+        self.incarnation = incarnation or secrets.token_hex(8)
+        self.max_blob, self._bundle, self._heartbeat, self._timeout = MAX_BLOB, bundle, heartbeat, timeout
         hub_addresses(hub)
         self._hubs, self._turn = [one.strip() for one in hub.split(",")], 0
         self._channels = [self._channel() for _ in range(channels + 1)]
@@ -138,16 +138,16 @@ class HubClient:
         size = self._from_any(ask) if size is None else checked_size(size, self.max_blob, "blob")
         return self._from_any(lambda: self._fetched(key, size))
 
-    def events(self, hello: Callable[[], Header], beat: Callable[[], Header] = dict) -> Iterator[Event]:
+    def events(self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict) -> Iterator[Event]:
         """Yields what the hub tells, of its own accord and for as long as the client is not closed."""
         broken, self._listening = 0, True
         try:
             while not self._closed.is_set():
                 why, kind = f"hub {self._hub} ended the connection.", "HubUnreachable"
                 try:
-                    for event in self._connection(hello(), beat, self._beat * _SILENT_BEATS * 2**broken):
+                    for event in self._connection(hello(), heartbeat, self._heartbeat * _SILENT_HEARTBEATS * 2**broken):
                         broken = 0
-                        if event.kind != "beat":
+                        if event.kind != "heartbeat":
                             yield event
                 except (Refused, Altered):
                     raise
@@ -159,7 +159,7 @@ class HubClient:
                 self.away = why
                 self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
-                self._closed.wait(min(self._beat * 2**broken / 5, _LONGEST_PAUSE))
+                self._closed.wait(min(self._heartbeat * 2**broken / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
         finally:
             self._listening = False
@@ -355,7 +355,7 @@ class HubClient:
         return self._hubs[self._turn]
 
     def _header(self, about: Header | None = None) -> Header:
-        who = self.identity._asdict() | {"life": self.life, "protocol": PROTOCOL}
+        who = self.identity._asdict() | {"incarnation": self.incarnation, "protocol": PROTOCOL}
         return {"from": who} if about is None else {"from": who, "about": about}
 
     def _from_any(self, ask: Callable[[], Answer]) -> Answer:
@@ -419,7 +419,7 @@ class HubClient:
             return HubUnreachable(self.away or f"the connection to hub {self._hub} is made anew.")
         raise error
 
-    def _connection(self, hello: Header, beat: Callable[[], Header], patience: float) -> Iterator[Event]:
+    def _connection(self, hello: Header, heartbeat: Callable[[], Header], patience: float) -> Iterator[Event]:
         over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
         # Since when the hub is listened to in vain: not while what it said is being worked on.
         since: float | None = None
@@ -433,11 +433,11 @@ class HubClient:
             # gRPC takes the next message when this one has left. How long a connection takes to be made, it knows.
             with lock:
                 since = since and time.monotonic()
-            while not over.wait(self._beat):
+            while not over.wait(self._heartbeat):
                 if silent():
                     call.cancel()
                     return
-                yield pack({"about": beat()})
+                yield pack({"about": heartbeat()})
 
         call = self._method("stream_stream", "watch")(said())
         try:
@@ -448,7 +448,7 @@ class HubClient:
                     since = None
                 if message is None:
                     return
-                self.away, patience = None, _SILENT_BEATS * self._beat
+                self.away, patience = None, _SILENT_HEARTBEATS * self._heartbeat
                 header, body = unpack(message)
                 yield Event(str(header.get("kind")), header.get("about", {}), body)
         except Exception as error:
@@ -495,11 +495,11 @@ class _Inline(Executor):
 class InProcessClient:
     """A site's way to a hub in this process: nothing is lost, and but for what a link carries nothing is late."""
 
-    def __init__(self, hub: Any, site: str, link: Any = None, life: str = "") -> None:
-        self.identity, self.life = Identity(hub.run, "site", site), life or secrets.token_hex(8)
+    def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
+        self.identity, self.incarnation = Identity(hub.run, "site", site), incarnation or secrets.token_hex(8)
         self.now = hub.clock
         self.sends_bytes_per_s = 1 / link.seconds_per_byte if link and link.seconds_per_byte else 0.0
-        self._hub, self._link, self._peer = hub, link, Peer("site", site, self.life)
+        self._hub, self._link, self._peer = hub, link, Peer("site", site, self.incarnation)
         self._up, self._down = _Way(link, link.delay if link else 0.0), _Way(link)
         self._connection: Any = None
         self._is_over = False
@@ -526,7 +526,7 @@ class InProcessClient:
             self._hub.store.put(blob)
             return self._hub.coordinator.stored(self._peer, about, key or key_of(blob), size)
 
-        return arrives() if about.get("kind") == "charter" else self._up.carry(size, arrives) or {}
+        return arrives() if about.get("kind") == "run_config" else self._up.carry(size, arrives) or {}
 
     def get(self, key: str, size: int | None = None) -> Bytes:
         return self._hub.store.get(key)
@@ -557,13 +557,13 @@ class InProcessClient:
         self.turn()
 
     def _live(self, link: Any, every: float) -> None:
-        """Gives a sign of life now and again, as the network's threads of a site do while training is busy."""
+        """Gives a heartbeat now and again, as the network's threads of a site do while training is busy."""
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
             # Who is refused hears it at its next step.
             with suppress(HubError, Refused):
-                self._hub.coordinator.beat(self._peer, self._connection.words[1])
+                self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
         self._hub.coordinator.tick()
         link.time.at(self.now() + every, partial(self._live, link, every))
 
@@ -575,11 +575,11 @@ class InProcessClient:
         self._down.carry(sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event))
 
     def turn(self) -> None:
-        """Gives a sign of life, and lets the hub do what is due."""
+        """Gives a heartbeat, and lets the hub do what is due."""
         if not self.is_connected:
             return
         try:
-            self._hub.coordinator.beat(self._peer, self._connection.words[1])
+            self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
         except HubError:
             self._connect()
         except Refused as error:

@@ -22,7 +22,7 @@ from lightning_sdiloco.errors import Malformed
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")  # of sites and runs: it stands in certificates and paths
 CLASS_PATH = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*\.)+[A-Za-z_][A-Za-z0-9_]*")
-LIFE = re.compile(r"[0-9a-f]{16}")
+INCARNATION = re.compile(r"[0-9a-f]{16}")
 KEY = re.compile(r"[0-9a-f]{64}")
 MOST_SITES = 1024
 MOST_FRAGMENTS = 65_536
@@ -30,7 +30,7 @@ LONGEST_TEXT = 1 << 12
 
 Bytes = bytes | bytearray | memoryview
 Name = Annotated[str, NAME]
-Life = Annotated[str, LIFE]
+Incarnation = Annotated[str, INCARNATION]
 Key = Annotated[str, KEY]
 Index = Annotated[int, range(MOST_FRAGMENTS)]
 Positive = Annotated[int, range(1, 2**63)]

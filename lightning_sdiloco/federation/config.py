@@ -14,13 +14,13 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
 from lightning_sdiloco.federation.arithmetic import self_test
-from lightning_sdiloco.federation.charter import LONGEST_GRACE, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
 from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.run_config import LONGEST_GRACE, ChosenQuorum, RunConfig, Terms
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
 
 _CHANNELS = 8  # connections of a site over which payloads travel; its ranks share them
@@ -36,7 +36,7 @@ class Federation:
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
         insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
-        lease: Seconds for which a round waits for a site that gives no sign of life.
+        lease: Seconds for which a round waits for a site that gives no heartbeat.
         grace: Seconds for which a round stays open after its first contribution, and a second less than training waits,
             at most, for a landing. ``"auto"``: ten seconds, and training never waits.
         quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
@@ -112,13 +112,15 @@ class Federation:
 
     @property
     def quorum_of_terms(self) -> int | ChosenQuorum:
-        """The quorum for the charter."""
+        """The quorum for the run config."""
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
-    def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> HubConnection:
-        """Connects a rank of the site, of so many, to the hub; the first one begins the life that the others have."""
+    def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
+        """Connects a rank of the site, of so many, to the hub; all have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
-        client = HubClient(self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, life=life)
+        client = HubClient(
+            self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, incarnation=incarnation
+        )
         return HubConnection(client, rank, ranks, self.patience)
 
     def check(self, settings: Settings) -> None:
@@ -144,30 +146,30 @@ class Federation:
             )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
-        """Joins: brings the charter of this site, and begins to follow the records of the run. The engine calls it."""
+        """Joins: brings the run config of this site, and begins to follow the records. The engine calls it."""
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
                 f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave"
                 " it out, and start the others as sites of their own."
             )
-        ours = charter_of(self, rounds)
+        ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:
-            charter = connection.agree(ours)
+            run_config = connection.agree(ours)
             if self.grace == "auto":
-                ours = replace(ours, terms=replace(ours.terms, grace=charter.terms.grace))
-            ours.require_same(charter)
+                ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
+            ours.require_same(run_config)
         except Exception:
             connection.own.leave()
             connection.own.close()
             raise
-        site, life, late = self.site, connection.own.life, MergeAction(self.late)
-        follower = Follower(charter.terms, charter.key, site, life, self.patience, late=late)
+        site, incarnation, late = self.site, connection.own.incarnation, MergeAction(self.late)
+        follower = Follower(run_config.terms, run_config.key, site, incarnation, self.patience, late=late)
         return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
 
 
-def charter_of(federation: Federation, rounds: Rounds) -> Charter:
+def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     settings = rounds.settings
     terms = Terms(
         fragments=len(rounds.fragments),
@@ -186,7 +188,7 @@ def charter_of(federation: Federation, rounds: Rounds) -> Charter:
         )
         for own in rounds.fragments
     )
-    return Charter(
+    return RunConfig(
         run=federation.run,
         terms=terms,
         settings={**settings.fixed_by_a_checkpoint(), **rounds.described()},

@@ -22,23 +22,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
-from lightning_sdiloco.federation.charter import RETENTION, Charter
 from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
-    Anchor,
-    Beat,
     Call,
     Called,
     Contribution,
     Event,
+    Heartbeat,
     Hello,
     Parts,
     Payload,
     Position,
     Record,
+    Snapshot,
     StateHeader,
     StateOffered,
     StateWanted,
@@ -47,6 +46,7 @@ from lightning_sdiloco.federation.messages import (
     event_of,
 )
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
+from lightning_sdiloco.federation.run_config import RETENTION, RunConfig
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
 
@@ -58,7 +58,7 @@ _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
 _PATIENCE = 60.0  # seconds after which somebody else is asked for a state that the first one has not begun to send
 _SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
-_ANCHOR = "the anchor"  # the source of a state that the hub itself has kept
+_SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 
 Status = dict[str, Any]
 
@@ -71,7 +71,7 @@ class StateRequest:
     donor: str
     until: float
     askers: dict[str, frozenset[str]] = field(default_factory=dict)
-    for_anchor: bool = False
+    for_snapshot: bool = False
     founding: bool = False
     given: tuple[StateHeader, tuple[Payload, ...]] | None = None
 
@@ -79,8 +79,8 @@ class StateRequest:
 @dataclass
 class SiteStatistics:
     heard_at: float = 0.0
-    life: str = ""
-    lives: int = 0
+    incarnation: str = ""
+    incarnations: int = 0
     late: int = 0
     bytes: int = 0
     rate: float = 0.0
@@ -99,14 +99,14 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         find_quorum: Callable[[str], type[Any]] = built_in,
     ) -> None:
-        text = journal.notes("charter").get("charter")
-        self.charter = Charter.from_bytes(text) if text else None
-        if self.charter is None and sites is None:
+        text = journal.notes("run_config").get("run_config")
+        self.run_config = RunConfig.from_bytes(text) if text else None
+        if self.run_config is None and sites is None:
             raise ValueError(
                 f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give the ledger of it."
             )
-        if self.charter is not None and self.charter.run != run:
-            raise ValueError(f"run={run!r} is not in this ledger, but {self.charter.run!r}. Give one that fits.")
+        if self.run_config is not None and self.run_config.run != run:
+            raise ValueError(f"run={run!r} is not in this ledger, but {self.run_config.run!r}. Give one that fits.")
         self.run, self.journal, self.store = run, journal, store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
         self.trouble: str | None = None
@@ -115,33 +115,33 @@ class Coordinator:
         self._tell: Callable[..., None] = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
         self._founding = Founding(sites or 1, find_quorum)
-        self._anchors: dict[str, Anchor] = {}
-        for name, text in journal.notes("anchor/").items():
-            self._anchors[name] = read(Anchor, decoded(text, MOST_BYTES), "anchor")
+        self._snapshots: dict[str, Snapshot] = {}
+        for name, text in journal.notes("snapshot/").items():
+            self._snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
         # Of each fragment the numbers of its records, and the keys of the payloads that those name.
         self._numbers: list[array[int]] = []
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
-        self._ledger = self._opened() if self.charter else None
+        self._ledger = self._opened() if self.run_config else None
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
         self._requests: dict[str, StateRequest] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
-        self._anchor_at = clock()
+        self._snapshot_at = clock()
 
     # What is durable
 
     def _opened(self) -> Ledger:
-        assert self.charter is not None, "the run has been founded"
-        terms, notes = self.charter.terms, self.journal.notes
+        assert self.run_config is not None, "the run has been founded"
+        terms, notes = self.run_config.terms, self.journal.notes
         self._numbers = [array("q") for _ in range(terms.fragments)]
         self._named = [deque() for _ in range(terms.fragments)]
         ledger = Ledger(
             terms,
-            self.charter.key,
+            self.run_config.key,
             self._clock(),
             (self._indexed(Record.from_bytes(text)) for _, text in self.journal.read()),
             (Contribution.from_bytes(text) for text in notes("open/").values()),
-            [own.header for own in self._anchors.values()],
+            [own.header for own in self._snapshots.values()],
             quorum=quorum_of(terms.quorum, self._find_quorum),
             evicted=[(name.split("/")[1], name.split("/")[2]) for name in notes("evicted/")],
         )
@@ -171,10 +171,10 @@ class Coordinator:
                 yield text
 
     def _tidy(self, kept: Sequence[int]) -> None:
-        """Drops the blobs that nothing names: no record since, open contribution, anchor, or state on its way."""
+        """Drops the blobs that nothing names: no record since, open contribution, snapshot, or state on its way."""
         self._handed = [own for own in self._handed if own[0] > self._clock()]
         given = [request.given[1] for request in self._requests.values() if request.given]
-        states = [*given, *(parts for _, parts in self._handed), *(own.parts for own in self._anchors.values())]
+        states = [*given, *(parts for _, parts in self._handed), *(own.parts for own in self._snapshots.values())]
         needed = {part.key for parts in states for part in parts}
         for named, first in zip(self._named, kept, strict=True):
             while named and named[0][0] < first:
@@ -195,40 +195,40 @@ class Coordinator:
 
     # Sites come and go
 
-    def agree(self, site: str, charter: Charter) -> Charter:
-        """Hears which charter a site brings; returns that of the run."""
+    def agree(self, site: str, run_config: RunConfig) -> RunConfig:
+        """Hears which run config a site brings; returns that of the run."""
         with self._lock:
-            return self.charter or self._founding.propose(site, charter)
+            return self.run_config or self._founding.propose(site, run_config)
 
     def hello(self, peer: Peer, about: Header) -> Iterable[Event]:
         if peer.role != "site":
             return ()
         hello = read(Hello, about.get("hello"), "hello")
-        _require_own(peer, hello.site, hello.life)
+        _require_own(peer, hello.site, hello.incarnation)
         if hello.run != self.run:
             raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
         with self._lock:
-            charter = self.charter
-            if charter is None:
+            run_config = self.run_config
+            if run_config is None:
                 if any(at.round for at in hello.applied):
                     raise Refused(
                         f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the"
                         " ledger of that run"
                     )
-                self._founding.hello(hello, self._brought(hello.charter))
+                self._founding.hello(hello, self._brought(hello.run_config))
                 log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
                 return [event_of(Waiting(self._ask_founder()))]
-            if hello.charter != charter.key:
-                self._brought(hello.charter).require_same(charter)
+            if hello.run_config != run_config.key:
+                self._brought(hello.run_config).require_same(run_config)
             return self._welcome(hello)
 
-    def _brought(self, key: str) -> Charter:
+    def _brought(self, key: str) -> RunConfig:
         try:
-            if self.store.size(key) > Charter.most_bytes:
-                raise Malformed("a charter is not as large as that.")
-            return Charter.from_bytes(self.store.get(key))
+            if self.store.size(key) > RunConfig.most_bytes:
+                raise Malformed("a run config is not as large as that.")
+            return RunConfig.from_bytes(self.store.get(key))
         except Missing:
-            raise Refused("a site brings its charter before it says hello.") from None
+            raise Refused("a site brings its run config before it says hello.") from None
 
     def _ask_founder(self) -> str:
         """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
@@ -242,38 +242,38 @@ class Coordinator:
     def _welcome(self, hello: Hello) -> Iterator[Event]:
         now, ledger = self._clock(), self.ledger
         member = ledger.members.get(hello.site)
-        if member and member.connected and member.life != hello.life and member.until > now:
+        if member and member.connected and member.incarnation != hello.incarnation and member.until > now:
             raise Busy(
                 f"the name {hello.site} is in use by a living process: end it first, or wait for"
                 f" {member.until - now:.1f} s if it is dead"
             )
         welcome = ledger.hello(hello, now)
         counted = self.statistics[hello.site]
-        counted.heard_at, counted.lives = now, counted.lives + (hello.life != counted.life)
-        counted.life = hello.life
+        counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
+        counted.incarnation = hello.incarnation
         log.info("%s has joined", hello.site)
         records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
-        return itertools.chain([event_of(Welcomed(welcome, ledger.anchors.best))], records, calls)
+        return itertools.chain([event_of(Welcomed(welcome, ledger.snapshots.best))], records, calls)
 
-    def beat(self, peer: Peer, about: Header) -> None:
+    def heartbeat(self, peer: Peer, about: Header) -> None:
         if peer.role != "site":
             return
-        beat = read(Beat, about.get("beat"), "beat")
-        _require_own(peer, beat.site, beat.life)
+        heartbeat = read(Heartbeat, about.get("heartbeat"), "heartbeat")
+        _require_own(peer, heartbeat.site, heartbeat.incarnation)
         with self._lock:
             if self._ledger is None:
                 return
-            if (beat.site, beat.life) in self._ledger.evicted:
-                raise Refused(f"{beat.site} was evicted from the run: ask its operator")
-            member = self._ledger.members.get(beat.site)
+            if (heartbeat.site, heartbeat.incarnation) in self._ledger.evicted:
+                raise Refused(f"{heartbeat.site} was evicted from the run: ask its operator")
+            member = self._ledger.members.get(heartbeat.site)
             followed = member is not None and member.follows
             try:
-                self._ledger.beat(beat, self._clock())
+                self._ledger.heartbeat(heartbeat, self._clock())
             except Refused as error:
                 raise HubError(str(error)) from None
-            self.statistics[beat.site].heard_at = self._clock()
-        if beat.follows and not followed:
+            self.statistics[heartbeat.site].heard_at = self._clock()
+        if heartbeat.follows and not followed:
             self._wake()
 
     def gone(self, peer: Peer) -> None:
@@ -284,7 +284,7 @@ class Coordinator:
             if self._ledger is None:
                 self._founding.gone(site)
             else:
-                self._ledger.leave(site, peer.life)
+                self._ledger.leave(site, peer.incarnation)
             log.info("%s has gone", site)
             self._arriving = {place: own for place, own in self._arriving.items() if place[1] != site}
             self._ask_others(gone=site)
@@ -293,14 +293,14 @@ class Coordinator:
     # What they send
 
     def admit(self, peer: Peer, about: Header, key: str, size: int) -> None:
-        """Takes charters of some size, and of a site that is there payloads and states."""
+        """Takes run configs of some size, and of a site that is there payloads and states."""
         kind = about.get("kind")
-        if kind == "charter":
-            if size > Charter.most_bytes:
-                raise Refused(f"a charter of {size:,} bytes is too large: at most {Charter.most_bytes:,} are taken.")
+        if kind == "run_config":
+            if size > RunConfig.most_bytes:
+                raise Refused(f"a run config of {size:,} bytes is too large: at most {RunConfig.most_bytes:,} are.")
             return
         if kind not in ("payload", "state"):
-            raise Malformed("a blob is a charter, a payload or a part of a state.")
+            raise Malformed("a blob is a run config, a payload or a part of a state.")
         with self._lock:
             self._require_here(peer)
             began = self.statistics[peer.name].began
@@ -312,49 +312,49 @@ class Coordinator:
 
     def _require_here(self, peer: Peer) -> None:
         member = self._ledger.members.get(peer.name) if self._ledger else self._founding.hellos.get(peer.name)
-        if member is None or member.life != peer.life:
+        if member is None or member.incarnation != peer.incarnation:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Hears that a blob is in the store: a charter is answered, and what waited for others goes on."""
-        if about.get("kind") == "charter":
-            charter = self.agree(peer.name, self._brought(key))
+        """Hears that a blob is in the store: a run config is answered, and what waited for others goes on."""
+        if about.get("kind") == "run_config":
+            run_config = self.agree(peer.name, self._brought(key))
             try:
-                self.store.size(charter.key)
+                self.store.size(run_config.key)
             except Missing:
-                self.store.put(charter.to_bytes())
-            return {"charter": charter.key}
+                self.store.put(run_config.to_bytes())
+            return {"run_config": run_config.key}
         with self._lock:
             counted, now = self.statistics[peer.name], self._clock()
             seconds = now - counted.began.pop(key, now)
             counted.bytes += size
             counted.rate = size / seconds if seconds > 0 else counted.rate
-            for own, life in [own for place, own in self._arriving.items() if place[1] == peer.name]:
+            for own, incarnation in [own for place, own in self._arriving.items() if place[1] == peer.name]:
                 try:
-                    self.contribute(own, life)
+                    self.contribute(own, incarnation)
                 except Refused as error:
                     log.info("%s: %s", peer.name, error)
             self._hand_on()
         return {}
 
-    def contribute(self, own: Contribution, life: str) -> str:
+    def contribute(self, own: Contribution, incarnation: str) -> str:
         """Takes a contribution, when its payloads are in the store."""
         with self._lock:
             self._arriving.pop((own.fragment, own.site), None)
-            answer, is_here = self.ledger.examine(own, life), self.holds(own.payloads)
+            answer, is_here = self.ledger.examine(own, incarnation), self.holds(own.payloads)
             if answer is Answer.LATE:
                 self.statistics[own.site].late += 1
                 if is_here:
-                    self.ledger.contribute(own, life, self._clock())
+                    self.ledger.contribute(own, incarnation, self._clock())
             if answer is not Answer.OPEN:
                 return answer.value
             if not own.payloads:
                 raise Refused(f"{own.site} contributes nothing to round {own.round} of fragment {own.fragment}")
             if not is_here:
-                self._arriving[own.fragment, own.site] = own, life
+                self._arriving[own.fragment, own.site] = own, incarnation
                 return "waiting"
             self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
-            self.ledger.contribute(own, life, self._clock())
+            self.ledger.contribute(own, incarnation, self._clock())
             self._call(own.fragment, own)
         self._wake()
         return Answer.OPEN.value
@@ -368,11 +368,11 @@ class Coordinator:
             case "contribute":
                 own = Contribution.from_bytes(body)
                 _require_own(peer, own.site)
-                return {"answer": self.contribute(own, peer.life)}, b""
+                return {"answer": self.contribute(own, peer.incarnation)}, b""
             case "skip":
                 call = Call.from_bytes(body)
                 with self._lock:
-                    self.ledger.skip(site, peer.life, call, self._clock())
+                    self.ledger.skip(site, peer.incarnation, call, self._clock())
                 self._wake()
             case "state":
                 without = read(tuple[str, ...], about.get("without"), "without")
@@ -399,7 +399,7 @@ class Coordinator:
     # States
 
     def _ask(self, site: str, without: Collection[str]) -> None:
-        """Gets a state for a site: from a donor, who is told, or from the anchor."""
+        """Gets a state for a site: from a donor, who is told, or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
@@ -409,9 +409,9 @@ class Coordinator:
             request = self._ask_donor(source)
         if request:
             request.askers[site] = frozenset(without)
-        elif isinstance(source, StateHeader) and _ANCHOR not in without:
-            parts = next(own.parts for own in self._anchors.values() if own.header == source)
-            self._tell(event_of(StateOffered(_ANCHOR, source, parts)), [site])
+        elif isinstance(source, StateHeader) and _SNAPSHOT not in without:
+            parts = next(own.parts for own in self._snapshots.values() if own.header == source)
+            self._tell(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
         else:
             log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
             why = "nobody has a state: a site that comes back with one is waited for"
@@ -426,13 +426,13 @@ class Coordinator:
     def give(self, site: str, name: str, header: StateHeader, parts: Sequence[Payload]) -> None:
         """Takes the state that a site gives, and hands it on when its blobs are in the store."""
         with self._lock:
-            request, charter = self._requests.get(name), self.charter or self._founding.charter
+            request, run_config = self._requests.get(name), self.run_config or self._founding.run_config
             if request is None or request.donor != site:
                 raise Refused(f"nobody waits for this state of {site} any more")
-            fragments = charter.terms.fragments
+            fragments = run_config.terms.fragments
             if not len(header.applied) == len(header.digests) == fragments:
                 raise Refused(f"a state of this run has {fragments} fragments")
-            if request.founding and any(at != Position(0, charter.key) for at in header.applied):
+            if request.founding and any(at != Position(0, run_config.key) for at in header.applied):
                 raise Refused("a run is founded on a state at round 0")
             request.given = header, tuple(parts)
             self._hand_on()
@@ -444,30 +444,30 @@ class Coordinator:
             assert request.given is not None, "the request is complete"
             header, parts = request.given
             if request.founding:
-                self._anchor(header, parts, {"charter": self._founding.charter.to_bytes()})
-                self.charter = self._founding.charter
+                self._snapshot(header, parts, {"run_config": self._founding.run_config.to_bytes()})
+                self.run_config = self._founding.run_config
                 self._ledger = self._opened()
                 log.info("run %s has been founded", self.run)
                 for hello in self._founding.hellos.values():
                     for event in self._welcome(hello):
                         self._tell(event, [hello.site])
-            if request.for_anchor:
-                self._anchor(header, parts, {})
-                self.ledger.anchors.add(header)
-                log.info("%s has left a state as an anchor", request.donor)
+            if request.for_snapshot:
+                self._snapshot(header, parts, {})
+                self.ledger.snapshots.add(header)
+                log.info("%s has left a state as a snapshot", request.donor)
             del self._requests[request.name]
             if request.askers:
                 self._handed.append((self._clock() + _SENDING, parts))
                 self._tell(event_of(StateOffered(request.donor, header, parts)), list(request.askers))
 
-    def _anchor(self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]) -> None:
-        number = 1 + max((int(name.partition("/")[2]) for name in self._anchors), default=-1)
-        name, anchor = f"anchor/{number:06d}", Anchor(header, parts)
-        self.journal.note({**notes, name: encoded(plain(anchor))})
-        self._anchors[name] = anchor
+    def _snapshot(self, header: StateHeader, parts: tuple[Payload, ...], notes: Mapping[str, bytes]) -> None:
+        number = 1 + max((int(name.partition("/")[2]) for name in self._snapshots), default=-1)
+        name, snapshot = f"snapshot/{number:06d}", Snapshot(header, parts)
+        self.journal.note({**notes, name: encoded(plain(snapshot))})
+        self._snapshots[name] = snapshot
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks somebody else where a donor does not answer, or has gone, or gives no sign of life."""
+        """Asks somebody else where a donor does not answer, or has gone, or gives no heartbeat."""
         ledger, now, founds = self._ledger, self._clock(), False
         silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
         for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
@@ -487,7 +487,7 @@ class Coordinator:
             member = ledger.members.get(site)
             if member is None and not any(site in opened.here for opened in ledger.open.values()):
                 raise Refused(f"there is no site {site!r} here, only: {', '.join(sorted(ledger.members)) or 'none'}")
-            notes: dict[str, bytes | None] = {f"evicted/{site}/{member.life}": b""} if member else {}
+            notes: dict[str, bytes | None] = {f"evicted/{site}/{member.incarnation}": b""} if member else {}
             notes |= dict.fromkeys(name for name in self.journal.notes("open/") if name.endswith(f"/{site}"))
             self.journal.note(notes)
             ledger.evict(site)
@@ -512,20 +512,22 @@ class Coordinator:
             rounds = [sum(number < count for number in own) for own in self._numbers]
             kept = {
                 name: own
-                for name, own in self._anchors.items()
+                for name, own in self._snapshots.items()
                 if all(at.round <= rounds[p] for p, at in enumerate(own.header.applied))
             }
             if not kept:
                 oldest = max(
-                    (at.round for own in [*self._anchors.values()][:1] for at in own.header.applied), default=0
+                    (at.round for own in [*self._snapshots.values()][:1] for at in own.header.applied), default=0
                 )
                 raise Refused(
                     f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give"
                     " that round, or a later one."
                 )
-            gone = [name for name in self.journal.notes() if name.startswith(("anchor/", "open/")) and name not in kept]
+            gone = [
+                name for name in self.journal.notes() if name.startswith(("snapshot/", "open/")) and name not in kept
+            ]
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
-            self._anchors, self.trouble = kept, None
+            self._snapshots, self.trouble = kept, None
             self._ledger = self._opened()
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
         self._wake()
@@ -562,27 +564,27 @@ class Coordinator:
                     state = "follows" if member.follows and ledger.behind(name) <= RETENTION else "joining"
                 sites[name] = {
                     "state": state,
-                    "life": member.life if member else None,
-                    "last_beat": round(now - counted.heard_at, 3) if heard else None,
+                    "incarnation": member.incarnation if member else None,
+                    "last_heartbeat": round(now - counted.heard_at, 3) if heard else None,
                     "rounds_behind": ledger.behind(name) if member else None,
                     "share": round(weights[name] / (weights.total() or 1), 4),
                     "late": counted.late,
-                    "lives": counted.lives,
+                    "incarnations": counted.incarnations,
                     "bytes": counted.bytes,
                     "bytes_per_second": round(counted.rate),
                 }
             return status | {
-                "charter": self.charter.summary() if self.charter else None,
+                "run_config": self.run_config.summary() if self.run_config else None,
                 "records": ledger.seq,
                 "sites": sites,
                 "fragments": fragments,
-                "anchors": [[at.round for at in header.applied] for header in ledger.anchors.headers],
+                "snapshots": [[at.round for at in header.applied] for header in ledger.snapshots.headers],
             }
 
     # What the clock does
 
     def tick(self) -> float:
-        """Closes the rounds that are due, and looks after states, anchors and the store."""
+        """Closes the rounds that are due, and looks after states, snapshots and the store."""
         with self._lock:
             now = self._clock()
             self._ask_others()
@@ -590,11 +592,11 @@ class Coordinator:
             if self._ledger is None:
                 return _AGAIN
             ledger = self._ledger
-            if now >= self._anchor_at and ledger.anchors.is_due(at.round for at in ledger.closed):
-                self._anchor_at = now + _AGAIN
+            if now >= self._snapshot_at and ledger.snapshots.is_due(at.round for at in ledger.closed):
+                self._snapshot_at = now + _AGAIN
                 donor = ledger.source("", now)
-                if isinstance(donor, str) and not any(request.for_anchor for request in self._requests.values()):
-                    self._ask_donor(donor).for_anchor = True
+                if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
+                    self._ask_donor(donor).for_snapshot = True
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
                 self._tidy(ledger.kept)
@@ -611,11 +613,11 @@ class Coordinator:
                 self._tell(Event("record", {}, record.to_bytes()))
                 self._call(record.fragment)
             if self._ledger:
-                headers = self._ledger.anchors.headers
-                kept = {name: own for name, own in self._anchors.items() if own.header in headers}
-                if dropped := self._anchors.keys() - kept:
+                headers = self._ledger.snapshots.headers
+                kept = {name: own for name, own in self._snapshots.items() if own.header in headers}
+                if dropped := self._snapshots.keys() - kept:
                     self.journal.note(dict.fromkeys(dropped))
-                    self._anchors = kept
+                    self._snapshots = kept
         except (AgreementError, NoSpace) as error:
             if str(error) != self.trouble:
                 log.error("%s", error)
@@ -630,6 +632,6 @@ class Coordinator:
                 self._tell(event_of(Called(call, own)))
 
 
-def _require_own(peer: Peer, site: str, life: str | None = None) -> None:
-    if site != peer.name or life not in (None, peer.life):
+def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
+    if site != peer.name or incarnation not in (None, peer.incarnation):
         raise Refused(f"site {peer.name!r} speaks for itself, and for this start of it.")

@@ -8,12 +8,12 @@ weight. A launch puts all of it into the flight. A landing decides what becomes 
 since; see `MergeAction`. So every sample is in exactly one place: held, in flight, counted in one record, or dropped
 for a reason that the landing names. None counts twice, and none is lost that was sent.
 
-[Note: what an earlier life has launched] A life that was killed may have launched what the checkpoint of the next one
-holds, and more. Where that has been counted, it is taken before the first step. Where it *stands* in a round that is
-open, the next life begins again from the outer values, before its first step too. From then on what it holds is
-*apart* from that launch, which therefore lands like what others have contributed: the local parameters move by as much
-as the outer ones, and all that was trained since is kept. A checkpoint says so as well, so that one more life does not
-begin again. No other launch is taken for that round, so none is made.
+[Note: what an earlier incarnation has launched] An incarnation that was killed may have launched what the checkpoint of
+the next one holds, and more. Where that has been counted, it is taken before the first step. Where it *stands* in a
+round that is open, the next incarnation begins again from the outer values, before its first step too. From then on
+what it holds is *apart* from that launch, which therefore lands like what others have contributed: the local parameters
+move by as much as the outer ones, and all that was trained since is kept. A checkpoint says so as well, so that one
+more incarnation does not begin again. No other launch is taken for that round, so none is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,11 @@ from enum import Enum
 from typing import Any, get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
-from lightning_sdiloco.federation.charter import RETENTION, Terms
 from lightning_sdiloco.federation.codec import Digest, plain, read
 from lightning_sdiloco.federation.messages import (
-    Beat,
     Call,
     Contribution,
+    Heartbeat,
     Hello,
     LaunchId,
     Position,
@@ -35,6 +34,7 @@ from lightning_sdiloco.federation.messages import (
     StateHeader,
     Welcome,
 )
+from lightning_sdiloco.federation.run_config import RETENTION, Terms
 
 
 class MergeAction(Enum):
@@ -91,7 +91,7 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Tells whether the round that lands next is the last, as far as the site knows: by the charter, or a call."""
+        """Tells whether the round that lands next is the last, as far as is known: by the run config, or a call."""
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
@@ -101,7 +101,7 @@ class Progress:
 
     @property
     def is_overtaken(self) -> bool:
-        """Whether a record counts what an earlier life launched after the flight, or in its place."""
+        """Whether a record counts what an earlier incarnation launched after the flight, or in its place."""
         if self.flight is None:
             return False
         own = self.flight.own
@@ -183,7 +183,7 @@ class Progress:
             return self.late if flight and not self.dropped else MergeAction.CARRY
         if flight and flight.own == mine:
             return MergeAction.MIX
-        # Else what an earlier life had counted is in the local parameters, and cannot be told from the rest.
+        # Else what an earlier incarnation had counted is in the local parameters, and cannot be told from the rest.
         holds = self.steps > 0 or self.flight is not None
         return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
 
@@ -211,7 +211,7 @@ class Progress:
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
-                # Nobody knows whether it counted an earlier life. It must not count twice.
+                # Nobody knows whether it counted an earlier incarnation. It must not count twice.
                 return MergeAction.TAKE
             found.add(self.landing(record, site))
         return next(
@@ -228,24 +228,24 @@ class Follower:
     def __init__(
         self,
         terms: Terms,
-        charter: str,
+        run_config: str,
         site: str,
-        life: str,
+        incarnation: str,
         patience: float = 3600.0,
         late: MergeAction = MergeAction.CARRY,
     ) -> None:
         self.terms = terms
         self.site = site
-        self.life = life
+        self.incarnation = incarnation
         self.reachable = False
-        self._charter = charter
+        self._run_config = run_config
         self._patience = patience
         self._late = late
         self._alone_since: float | None = None
         self._finishing = False
         offsets = [fragment * terms.sync_every // terms.fragments for fragment in range(terms.fragments)]
         self.fragments = [
-            Progress(fragment, Position(0, charter), offset, late=late) for fragment, offset in enumerate(offsets)
+            Progress(fragment, Position(0, run_config), offset, late=late) for fragment, offset in enumerate(offsets)
         ]
 
     # The hub
@@ -257,7 +257,7 @@ class Follower:
 
     def hello(self, run: str) -> Hello:
         """Returns what the site says when it comes. The hub sends all records after those that it has applied."""
-        return Hello(run, self.site, self.life, self._charter, tuple(own.applied for own in self.fragments))
+        return Hello(run, self.site, self.incarnation, self._run_config, tuple(own.applied for own in self.fragments))
 
     def welcome(self, welcome: Welcome) -> list[int]:
         """Hears what the hub has; returns the fragments of which the local parameters become the outer ones."""
@@ -275,8 +275,8 @@ class Follower:
             own.closed = max(own.closed, closed.round)
             own.kept = kept
         self.reachable, self._alone_since = True, None
-        lives = dict(welcome.standing)
-        standing = [LaunchId(at.round + 1, lives[p]) if p in lives else None for p, at in enumerate(welcome.closed)]
+        known = dict(welcome.standing)
+        standing = [LaunchId(at.round + 1, known[p]) if p in known else None for p, at in enumerate(welcome.closed)]
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float) -> None:
@@ -309,8 +309,8 @@ class Follower:
         """Whether this site can contribute, and give others a state."""
         return not self.wants_state
 
-    def beat(self) -> Beat:
-        return Beat(self.site, self.life, self.follows, tuple(own.applied.round for own in self.fragments))
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.site, self.incarnation, self.follows, tuple(own.applied.round for own in self.fragments))
 
     def hear(self, call: Call) -> None:
         own = self.fragments[call.fragment]
@@ -363,7 +363,7 @@ class Follower:
             fragment,
             own.next_round,
             self.site,
-            self.life,
+            self.incarnation,
             own.applied.key,
             own.samples,
             own.digest,
@@ -438,7 +438,7 @@ class Follower:
         return StateHeader(tuple(own.applied for own in self.fragments), digests)
 
     def adopt(self, state: StateHeader, digests: Sequence[int]) -> dict[int, MergeAction]:
-        """Takes over the state of a donor, or the anchor. Then the site says hello again, for the records after it."""
+        """Takes over the state of a donor, or a snapshot. Then the site says hello again, for the records after it."""
         for own, position, said, digest in zip(self.fragments, state.applied, state.digests, digests, strict=True):
             _require_sound(own, position, said, digest)
         landings = {}
@@ -458,7 +458,7 @@ class Follower:
         return {"fragments": [{name: plain(getattr(own, name)) for name in _SAVED} for own in self.fragments]}
 
     def load_state_dict(self, state: Mapping[str, Any], digests: Sequence[int]) -> None:
-        """Restores what `state_dict` returned. This life goes on where the other one was."""
+        """Restores what `state_dict` returned. This incarnation goes on where the other one was."""
         hints, loaded = get_type_hints(Progress, include_extras=True), list[Progress]()
         for fragment, (saved, digest) in enumerate(zip(state["fragments"], digests, strict=True)):
             known = {name: read(hints[name], saved[name], name) for name in _SAVED}

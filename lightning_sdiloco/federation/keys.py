@@ -285,15 +285,15 @@ LOOKING = frozenset({"ping", "status", "watch"})
 class Peer(NamedTuple):
     role: str
     name: str
-    life: str
+    incarnation: str
 
 
 def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context: Any) -> Peer:
     """Returns who makes a call to the hub of a run, if it may; without a bundle, the hub believes who it says it is."""
     who = header.get("from")
-    fields = ("run", "role", "name", "life")
+    fields = ("run", "role", "name", "incarnation")
     if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
-        raise Malformed("the header of a call says who makes it: run, role, name and life.")
+        raise Malformed("the header of a call says who makes it: run, role, name and incarnation.")
     if who.get("protocol") != PROTOCOL:
         other = str(who.get("protocol"))[:20]
         raise Refused(f"this hub speaks version {PROTOCOL}, and not {other}: update the older side.")
@@ -307,7 +307,7 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     if claimed.role not in MAY.get(call, ()):
         raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
-    return Peer(claimed.role, claimed.name, who["life"])
+    return Peer(claimed.role, claimed.name, who["incarnation"])
 
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:

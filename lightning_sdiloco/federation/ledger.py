@@ -5,7 +5,7 @@
 tells anybody, of the `calls` too. No other call comes between ``due`` and the last ``append``.
 
 [Note: the last round] What comes of a last round replaces the parameters of all sites, and no later round makes up for
-what rounding loses of it: it takes what was sent in float32 alone. By the charter all know the last round when they
+what rounding loses of it: it takes what was sent in float32 alone. By the run config all know the last round when they
 launch. An operator ends a run at any time, and then something may be open, or on its way, that was not: its round
 closes as any other, with an outer step, and the next one is called as the last, though nobody has launched for it.
 """
@@ -17,11 +17,10 @@ from enum import Enum
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Refused
-from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Charter, Terms
 from lightning_sdiloco.federation.messages import (
-    Beat,
     Call,
     Contribution,
+    Heartbeat,
     Hello,
     LeftOut,
     Position,
@@ -32,33 +31,34 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.quorum import Quorum, built_in, quorum_of
+from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, RunConfig, Terms
 
 
 class Founding:
-    """Gathers sites until there are enough to found a run, on the charter of all and the state of the founder."""
+    """Gathers sites until there are enough to found a run, on the run config of all and the state of the founder."""
 
     def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in) -> None:
         self._sites, self._find = sites, find
-        self._proposed: dict[str, Charter] = {}
-        self._brought: dict[str, tuple[Hello, Charter]] = {}
+        self._proposed: dict[str, RunConfig] = {}
+        self._brought: dict[str, tuple[Hello, RunConfig]] = {}
         self._founder: str | None = None
 
-    def propose(self, site: str, charter: Charter) -> Charter:
-        """Returns the charter of the first who came; a site that was the first may change its mind."""
-        self._require_quorum(charter)
+    def propose(self, site: str, run_config: RunConfig) -> RunConfig:
+        """Returns the run config of the first who came; a site that was the first may change its mind."""
+        self._require_quorum(run_config)
         others = (own for other, own in self._proposed.items() if other != site)
-        self._proposed[site] = next(others, charter)
+        self._proposed[site] = next(others, run_config)
         return self._proposed[site]
 
-    def hello(self, hello: Hello, charter: Charter) -> None:
-        self._require_quorum(charter)
+    def hello(self, hello: Hello, run_config: RunConfig) -> None:
+        self._require_quorum(run_config)
         for other in (own for site, (_, own) in self._brought.items() if site != hello.site):
-            charter.require_same(other)
-        self._brought[hello.site] = hello, charter
+            run_config.require_same(other)
+        self._brought[hello.site] = hello, run_config
 
-    def _require_quorum(self, charter: Charter) -> None:
+    def _require_quorum(self, run_config: RunConfig) -> None:
         try:
-            quorum_of(charter.terms.quorum, self._find)
+            quorum_of(run_config.terms.quorum, self._find)
         except ValueError as error:
             raise Refused(str(error)) from None
 
@@ -76,8 +76,8 @@ class Founding:
         return max(0, self._sites - len(self._brought))
 
     @property
-    def charter(self) -> Charter:
-        return next(charter for _, charter in self._brought.values())
+    def run_config(self) -> RunConfig:
+        return next(run_config for _, run_config in self._brought.values())
 
     @property
     def founder(self) -> str:
@@ -94,7 +94,7 @@ class Answer(Enum):
 
 @dataclass
 class Member:
-    life: str
+    incarnation: str
     until: float
     follows: bool
     applied: tuple[int, ...]
@@ -115,20 +115,20 @@ class Ledger:
     def __init__(
         self,
         terms: Terms,
-        charter: str,
+        run_config: str,
         now: float,
         records: Iterable[Record] = (),
         contributions: Iterable[Contribution] = (),
-        anchors: Iterable[StateHeader] = (),
+        snapshots: Iterable[StateHeader] = (),
         quorum: Quorum | None = None,
         evicted: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.terms = terms
         self.seq = 0
-        self.closed = [Position(0, charter)] * terms.fragments
+        self.closed = [Position(0, run_config)] * terms.fragments
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
-        self.anchors = Anchors(anchors)
+        self.snapshots = Snapshots(snapshots)
         self.quorum = quorum or quorum_of(terms.quorum)
         self.history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
         self.evicted = set(evicted)
@@ -144,52 +144,52 @@ class Ledger:
         opened = (own for round in self.open.values() for own in round.here.values())
         applied = tuple(position.round for position in self.closed)
         for own in (*last, *opened):
-            self.members[own.site] = Member(own.life, now + terms.lease, True, applied, connected=False)
+            self.members[own.site] = Member(own.incarnation, now + terms.lease, True, applied, connected=False)
 
     # Who is there
 
     def hello(self, hello: Hello, now: float) -> Welcome:
         member = self.members.get(hello.site)
-        if (hello.site, hello.life) in self.evicted:
+        if (hello.site, hello.incarnation) in self.evicted:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
-        if member and member.life != hello.life and member.connected and member.until > now:
+        if member and member.incarnation != hello.incarnation and member.connected and member.until > now:
             raise Refused(
                 f"the name {hello.site} is in use by a living process: end it first, or wait for"
                 f" {member.until - now:.1f} s if it is dead"
             )
         applied = tuple(position.round for position in hello.applied)
-        follows = bool(member and member.connected and member.life == hello.life and member.follows)
-        self.members[hello.site] = Member(hello.life, now + self.terms.lease, follows, applied)
+        follows = bool(member and member.connected and member.incarnation == hello.incarnation and member.follows)
+        self.members[hello.site] = Member(hello.incarnation, now + self.terms.lease, follows, applied)
         own = [(p, round.here[hello.site]) for p, round in sorted(self.open.items()) if hello.site in round.here]
-        standing = tuple(Standing(p, one.life) for p, one in own if not one.reason)
+        standing = tuple(Standing(p, one.incarnation) for p, one in own if not one.reason)
         return Welcome(tuple(self.closed), self.kept, standing)
 
-    def beat(self, beat: Beat, now: float) -> None:
-        member = self._member(beat.site, beat.life)
+    def heartbeat(self, heartbeat: Heartbeat, now: float) -> None:
+        member = self._member(heartbeat.site, heartbeat.incarnation)
         member.until = now + self.terms.lease
-        member.follows, member.applied = beat.follows, beat.applied
+        member.follows, member.applied = heartbeat.follows, heartbeat.applied
 
-    def leave(self, site: str, life: str) -> None:
+    def leave(self, site: str, incarnation: str) -> None:
         """Waits no longer for a site: it has left, or its connection has ended."""
         member = self.members.get(site)
-        if member and member.life == life:
+        if member and member.incarnation == incarnation:
             del self.members[site]
 
     def evict(self, site: str) -> None:
         """Throws a site out, by the word of an operator, with what it contributed to open rounds."""
         member = self.members.pop(site, None)
         if member:
-            self.evicted.add((site, member.life))
+            self.evicted.add((site, member.incarnation))
         for round in self.open.values():
             round.here.pop(site, None)
             round.arrived.pop(site, None)
             round.undecided_since = None
         self.open = {fragment: round for fragment, round in self.open.items() if round.here}
 
-    def _member(self, site: str, life: str) -> Member:
+    def _member(self, site: str, incarnation: str) -> Member:
         member = self.members.get(site)
-        if member is None or member.life != life or not member.connected:
-            raise Refused(f"life {life} of {site} has not said hello")
+        if member is None or member.incarnation != incarnation or not member.connected:
+            raise Refused(f"incarnation {incarnation} of {site} has not said hello")
         return member
 
     def present(self, now: float) -> list[str]:
@@ -206,9 +206,9 @@ class Ledger:
 
     # What is contributed
 
-    def examine(self, own: Contribution, life: str) -> Answer:
+    def examine(self, own: Contribution, incarnation: str) -> Answer:
         """Says what will be answered to a contribution, and changes nothing."""
-        self._member(own.site, life)
+        self._member(own.site, incarnation)
         if not 0 <= own.fragment < self.terms.fragments:
             raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
         closed = self.closed[own.fragment].round
@@ -223,14 +223,14 @@ class Ledger:
         round = self.open.get(own.fragment)
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 
-    def contribute(self, own: Contribution, life: str, now: float) -> Answer:
+    def contribute(self, own: Contribution, incarnation: str, now: float) -> Answer:
         """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`."""
-        answer = self.examine(own, life)
+        answer = self.examine(own, incarnation)
         if answer is Answer.OPEN:
             self._take(own, now, now)
-            # A new launch shows that its site follows, a moment before its next beat says so.
+            # A new launch shows that its site follows, a moment before its next heartbeat says so.
             member = self.members[own.site]
-            member.follows = member.follows or own.life == life
+            member.follows = member.follows or own.incarnation == incarnation
             self._timings.arrives(own, now, self.open[own.fragment].opened)
         elif answer is Answer.LATE:
             self._timings.arrives_late(own, now)
@@ -241,9 +241,9 @@ class Ledger:
         round.here[own.site] = own
         round.arrived[own.site] = now
 
-    def skip(self, site: str, life: str, call: Call, now: float) -> None:
+    def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
         """Hears that a site will not answer a call: it has trained too little. The round does not wait for it."""
-        self._member(site, life)
+        self._member(site, incarnation)
         round = self.open.get(call.fragment)
         if round and call == self._call(call.fragment):
             round.arrived.setdefault(site, now)
@@ -272,13 +272,13 @@ class Ledger:
             if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(fragment, round, sites, now):
                 continue
             try:
-                camp = self._largest_camp(fragment, round, now)
+                majority = self._majority(fragment, round, now)
             except AgreementError as error:
                 undecided.append(error)
                 continue
-            if not camp:
+            if not majority:
                 continue
-            call, sites_counted = self._call(fragment), {own.site for own in camp}
+            call, sites_counted = self._call(fragment), {own.site for own in majority}
             left_out = tuple(
                 LeftOut(site, own.reason or "other outer parameters")
                 for site, own in sorted(round.here.items())
@@ -286,7 +286,7 @@ class Ledger:
             )
             timings = tuple(own for _, own in sorted(self._timings.untold.get(fragment, {}).items()))
             seq, previous = self.seq + len(records), self.closed[fragment].key
-            records.append(Record(seq, fragment, call.round, previous, tuple(camp), left_out, call.final, timings))
+            records.append(Record(seq, fragment, call.round, previous, tuple(majority), left_out, call.final, timings))
         if undecided and not records:
             raise undecided[0]
         return records
@@ -298,20 +298,20 @@ class Ledger:
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         return self.quorum.closes(round.arrived, awaited, now) or now >= min(round.arrived.values()) + self.terms.grace
 
-    def _largest_camp(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
+    def _majority(self, fragment: int, round: OpenRound, now: float) -> list[Contribution]:
         """Returns the contributions that count: those measured against the outer parameters that most sites hold."""
-        camps: dict[int, list[Contribution]] = {}
+        majorities: dict[int, list[Contribution]] = {}
         for _, own in sorted(round.here.items()):
             if not own.reason:
-                camps.setdefault(own.digest, []).append(own)
-        if not camps:
+                majorities.setdefault(own.digest, []).append(own)
+        if not majorities:
             if any(not own.finite for own in round.here.values()):
                 raise AgreementError(
                     f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
                     " checkpoint before that, for example with gradient clipping or a smaller learning rate."
                 )
             return []
-        largest, *others = sorted(camps.values(), key=len, reverse=True)
+        largest, *others = sorted(majorities.values(), key=len, reverse=True)
         if not others or len(largest) > len(others[0]):
             return largest
         # A tie: the round is held until another witness comes, for as long as a lease lasts.
@@ -320,7 +320,7 @@ class Ledger:
         if now < round.undecided_since + self.terms.lease:
             return []
         sides = "; ".join(
-            f"{', '.join(own.site for own in camp)} hold {camp[0].digest:016x}" for camp in (largest, *others)
+            f"{', '.join(own.site for own in side)} hold {side[0].digest:016x}" for side in (largest, *others)
         )
         raise AgreementError(
             f"The sites hold different outer parameters of fragment {fragment} after round"
@@ -340,7 +340,7 @@ class Ledger:
         self.history[record.fragment].append(record)
         round = self.open.pop(record.fragment, None)
         self._timings.closes(record, round.opened if round else None)
-        self.anchors.check(record)
+        self.snapshots.check(record)
 
     def next_due(self, now: float) -> float:
         """Returns when to ask `due` again if nothing happens before: the first end of a grace, a lease or a tie."""
@@ -360,25 +360,25 @@ class Ledger:
     # States
 
     def source(self, site: str, now: float, without: Collection[str] = ()) -> str | StateHeader | None:
-        """Says where a site gets a state: from a donor, by name, or from the anchor."""
+        """Says where a site gets a state: from a donor, by name, or from the snapshot."""
         donors = [other for other in self._contributors(now) if other != site and other not in without]
         donors = [other for other in donors if self.members[other].connected]
         if donors:
             return max(donors, key=lambda other: (-self.behind(other), sum(self.members[other].applied)))
-        return self.anchors.best
+        return self.snapshots.best
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The first round of every fragment whose payloads are kept: the last rounds, and all since the anchor."""
-        best = self.anchors.best
-        anchored = (
+        """The first round of every fragment whose payloads are kept: the last rounds, and all since the snapshot."""
+        best = self.snapshots.best
+        from_snapshots = (
             [position.round for position in best.applied] if best else [position.round for position in self.closed]
         )
-        rounds = zip(self.closed, anchored, strict=True)
+        rounds = zip(self.closed, from_snapshots, strict=True)
         return tuple(max(0, min(closed.round - RETENTION, own)) + 1 for closed, own in rounds)
 
 
-class Anchors:
+class Snapshots:
     """Knows which states at the hub can be trusted, and when it is time for a new one."""
 
     def __init__(self, headers: Iterable[StateHeader] = ()) -> None:
@@ -413,14 +413,14 @@ class Anchors:
         if not self._states:
             return True
         newest = self._states[-1][0].applied
-        return any(closed - own.round >= ANCHOR_EVERY for closed, own in zip(rounds, newest, strict=True))
+        return any(closed - own.round >= SNAPSHOT_EVERY for closed, own in zip(rounds, newest, strict=True))
 
 
 class Timings:
     def __init__(self) -> None:
         # By fragment: the last round that was closed, and when it was opened.
         self._closed: dict[int, tuple[int, float | None]] = {}
-        # By fragment and site: when it came for a round, and in which life it was counted when.
+        # By fragment and site: when it came for a round, and in which incarnation it was counted when.
         self._came: dict[tuple[int, str], tuple[int, float]] = {}
         self._counted: dict[tuple[int, str], tuple[str, float]] = {}
         self.untold: dict[int, dict[tuple[str, int], Timing]] = {}
@@ -429,8 +429,8 @@ class Timings:
         self._came[own.fragment, own.site] = own.round, now
         if opened is not None:
             # The seconds for each of the inner steps, which are those since the site was last counted.
-            life, since = self._counted.get((own.fragment, own.site), ("", now))
-            step = float(f"{(now - since) / own.steps:.4g}") if life == own.life and own.steps else None
+            incarnation, since = self._counted.get((own.fragment, own.site), ("", now))
+            step = float(f"{(now - since) / own.steps:.4g}") if incarnation == own.incarnation and own.steps else None
             timing = Timing(own.site, own.round, round(now - opened, 3), step)
             self.untold.setdefault(own.fragment, {})[own.site, own.round] = timing
 
@@ -449,4 +449,4 @@ class Timings:
         for own in record.counted:
             came, time = self._came.get((fragment, own.site), (0, 0.0))
             if came == record.round:
-                self._counted[fragment, own.site] = own.life, time
+                self._counted[fragment, own.site] = own.incarnation, time

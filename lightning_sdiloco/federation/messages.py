@@ -1,15 +1,15 @@
 """What sites and hub write: contributions and records, and what they say to each other besides.
 
 [Note: the chain] The records of a fragment form a chain: each names the key of the one before it, and the first names
-the charter of the run. Two sites whose last records have the same key have applied the same records in the same order,
-so one key per fragment says all that there is to say about the history of a site. The sequence number of a record
-counts over all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
+the run config. Two sites whose last records have the same key have applied the same records in the same order, so one
+key per fragment says all that there is to say about the history of a site. The sequence number of a record counts over
+all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
 `FederatedWorld` is that loop. The network has threads of its own. They see of the follower only what
-`HubConnection.hello` and `beat` have copied, so it needs no lock. A connection that breaks is made again, hello is said
-again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard twice;
-the follower knows what to do then.
+`HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that breaks is made again, hello is
+said again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard
+twice; the follower knows what to do then.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ from lightning_sdiloco.federation.codec import (
     MOST_SITES,
     Bytes,
     Digest,
+    Incarnation,
     Index,
     Key,
-    Life,
     Message,
     Name,
     Positive,
@@ -46,10 +46,10 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Names a contribution among those of one site to one fragment: a life launches once for a round."""
+    """Names a contribution among those of one site to one fragment: an incarnation launches once for a round."""
 
     round: Positive
-    life: Life
+    incarnation: Incarnation
 
 
 class Position(NamedTuple):
@@ -64,7 +64,7 @@ class Contribution(Message):
     fragment: Index
     round: Positive
     site: Name
-    life: Life
+    incarnation: Incarnation
     previous: Key
     weight: int
     digest: Digest
@@ -77,7 +77,7 @@ class Contribution(Message):
     @property
     def launch(self) -> LaunchId:
         """Names it among those of its site and fragment."""
-        return LaunchId(self.round, self.life)
+        return LaunchId(self.round, self.incarnation)
 
     @property
     def reason(self) -> Literal["", "not finite", "no samples"]:
@@ -150,8 +150,8 @@ class Record(Message):
 class Hello(Message):
     run: Name
     site: Name
-    life: Life
-    charter: Key
+    incarnation: Incarnation
+    run_config: Key
     applied: tuple[Position, ...]
 
 
@@ -165,10 +165,10 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """Tells which life of a site has contributed to the round of a fragment that is open."""
+    """Tells which incarnation of a site has contributed to the round of a fragment that is open."""
 
     fragment: Index
-    life: Life
+    incarnation: Incarnation
 
 
 @dataclass(frozen=True)
@@ -181,11 +181,11 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class Beat(Message):
-    """Says that a site trains: the one sign of life that counts."""
+class Heartbeat(Message):
+    """Says that a site trains: the one heartbeat that counts."""
 
     site: Name
-    life: Life
+    incarnation: Incarnation
     follows: bool
     applied: tuple[int, ...]
 
@@ -211,7 +211,7 @@ class Welcomed:
     """The hub has let this site in: after every hello, and as the first that is heard on every connection."""
 
     welcome: Welcome
-    anchor: StateHeader | None = None
+    snapshot: StateHeader | None = None
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class StateWanted:
-    """The hub wants the state of this site: for a site that joins, as an anchor, or to found the run."""
+    """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the run."""
 
     request: str
     founding: bool = False
@@ -259,7 +259,7 @@ Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Los
 # On the wire
 
 Parts = Annotated[tuple[Payload, ...], range(1, 513)]  # the names of the blobs of a state
-MOST_BYTES = 1 << 18  # as much as two messages: a welcome and an anchor, or a call and a contribution
+MOST_BYTES = 1 << 18  # as much as two messages: a welcome and a snapshot, or a call and a contribution
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ _KINDS: dict[str, type[Said]] = {
 TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
 
-class Anchor(NamedTuple):
+class Snapshot(NamedTuple):
     header: StateHeader
     parts: Parts
 

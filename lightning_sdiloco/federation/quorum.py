@@ -1,4 +1,4 @@
-"""When a round closes: a small policy, asked by the ledger, and written in the charter of the run."""
+"""When a round closes: a small policy, asked by the ledger, and written in the run config of the run."""
 
 import importlib
 from abc import ABC, abstractmethod
@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation.charter import RETENTION, ChosenQuorum
 from lightning_sdiloco.federation.codec import CLASS_PATH, LONGEST_TEXT, decoded, encoded
 from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 
 
 class Quorum(ABC):
@@ -20,7 +20,7 @@ class Quorum(ABC):
     Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution a round closes
     whatever this says, if there are the `fewest`; so no quorum makes anybody wait for longer.
 
-    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments stand in the charter, and
+    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments stand in the run config, and
     every hub of the run makes the same quorum of them. It decides by what it is given alone.
     """
 
@@ -140,7 +140,7 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
     return late
 
 
-# In the charter
+# In the run config
 
 _BUILT_IN: Mapping[str, type[Quorum]] = {"lightning_sdiloco.DynamicBackup": DynamicBackup}
 
@@ -163,8 +163,8 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"quorum={quorum!r} has arguments that cannot stand in the charter: {error}. They must be numbers, texts,"
-            " lists and mappings, finite and short."
+            f"quorum={quorum!r} has arguments that cannot stand in the run config: {error}. They must be numbers,"
+            " texts, lists and mappings, finite and short."
         ) from None
 
 

@@ -1,9 +1,10 @@
 """A site's end of the connection to its hub: see [Note: how a site uses its connection].
 
-[Note: a site of several ranks] Every rank has a connection, under the same name and life. That of the first one says
-hello, contributes, and hears; the others move payloads and say nothing. A contribution names the payloads of all ranks,
-and the hub takes it when the last of them is in its store: one rank's alone never counts. So what a site sends does not
-grow with its ranks, and neither does what it fetches: `places_of` gives every payload of another site to one rank.
+[Note: a site of several ranks] Every rank has a connection, under the same name and incarnation. That of the first one
+says hello, contributes, and hears; the others move payloads and say nothing. A contribution names the payloads of all
+ranks, and the hub takes it when the last of them is in its store: one rank's alone never counts. So what a site sends
+does not grow with its ranks, and neither does what it fetches: `places_of` gives every payload of another site to one
+rank.
 """
 
 import logging
@@ -13,7 +14,6 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 from lightning_sdiloco.errors import ExchangeError, Refused
-from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.client import Answer, Transport
 from lightning_sdiloco.federation.codec import Bytes, key_of, plain
 from lightning_sdiloco.federation.follower import Follower
@@ -35,6 +35,7 @@ from lightning_sdiloco.federation.messages import (
     Welcomed,
     said_in,
 )
+from lightning_sdiloco.federation.run_config import RunConfig
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreachable
 
 log = logging.getLogger(__name__)
@@ -63,9 +64,9 @@ class HubConnection:
 
     def __init__(self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0) -> None:
         self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
-        self.site, self.life, self.now = client.identity.name, client.life, client.now
+        self.site, self.incarnation, self.now = client.identity.name, client.incarnation, client.now
         self.sends_bytes_per_s = client.sends_bytes_per_s
-        # The hello and the sign of life that the transport says; which rounds have landed last, None without a state.
+        # The hello and the heartbeat that the transport says; which rounds have landed last, None without a state.
         self.words: tuple[Header, Header] = {}, {}
         self.applied: Sequence[int | None] = ()
         self.lease = 0.0
@@ -111,16 +112,16 @@ class HubConnection:
                     raise ExchangeError(f"A rank of {self.site} has not reached the hub: {error}{advice}") from error
                 log.warning("%s waits for its hub: %s", self.site, error)
 
-    def agree(self, charter: Charter) -> Charter:
-        def ask() -> Charter:
-            answer = self._client.send(charter.to_bytes(), {"site": self.site, "kind": "charter"})
-            key = str(answer.get("charter"))
-            return charter if key == charter.key else Charter.from_bytes(bytes(self._client.get(key)))
+    def agree(self, run_config: RunConfig) -> RunConfig:
+        def ask() -> RunConfig:
+            answer = self._client.send(run_config.to_bytes(), {"site": self.site, "kind": "run_config"})
+            key = str(answer.get("run_config"))
+            return run_config if key == run_config.key else RunConfig.from_bytes(bytes(self._client.get(key)))
 
         return self._insist(ask)
 
     def hello(self, follower: Follower) -> None:
-        self.beat(follower)
+        self.heartbeat(follower)
         self.lease = follower.terms.lease
         if self._listens or self._rank:
             self._submit("calls", self._call, "hello", self.words[0])
@@ -156,9 +157,9 @@ class HubConnection:
     def fetch(self, record: Record) -> None:
         self._submit("records", self._deliver, record)
 
-    def beat(self, follower: Follower) -> None:
-        hello, beat = follower.hello(self._client.identity.run), follower.beat()
-        self.words = {"site": self.site, "hello": plain(hello)}, {"site": self.site, "beat": plain(beat)}
+    def heartbeat(self, follower: Follower) -> None:
+        hello, heartbeat = follower.hello(self._client.identity.run), follower.heartbeat()
+        self.words = {"site": self.site, "hello": plain(hello)}, {"site": self.site, "heartbeat": plain(heartbeat)}
         self.keep(follower.outstanding())
         applied = [None if own.digest is None else own.applied.round for own in follower.fragments]
         if applied != self.applied:

@@ -17,7 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation.coordinator import Coordinator, Status
+from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.keys import LOOKING, Peer, load, peer_of, speaks_for_itself
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
@@ -72,14 +72,14 @@ class Session:
             self._ended = True
             self._waiting.put(error)
 
-    def events(self, first: Iterable[Event], beat: float) -> Iterator[Event]:
-        """Yields what is to be told, and a beat where there is nothing."""
+    def events(self, first: Iterable[Event], heartbeat: float) -> Iterator[Event]:
+        """Yields what is to be told, and a heartbeat where there is nothing."""
         yield from first
         while True:
             try:
-                event = self._waiting.get(timeout=beat)
+                event = self._waiting.get(timeout=heartbeat)
             except queue.Empty:
-                event = Event("beat", {})
+                event = Event("heartbeat", {})
             if event is None:
                 return
             if isinstance(event, Exception):
@@ -98,10 +98,10 @@ class Hub:
         listen: str = "127.0.0.1:0",
         keys: str | Path | None = None,
         insecure: bool = False,
-        beat: float = 1.0,
+        heartbeat: float = 1.0,
     ) -> None:
         self.store = store
-        self._calls, self._beat = calls, beat
+        self._calls, self._heartbeat = calls, heartbeat
         self._lock = threading.Lock()
         self._sessions: list[Session] = []
         self._of_site: dict[str, Session] = {}
@@ -173,10 +173,12 @@ class Hub:
         peer = peer_of(self._run, self._bundle, call, header, context)
         with self._lock:
             current = self._of_site.get(peer.name)
-        # No other life of a site calls than that which watches now, before or after it.
-        if call not in LOOKING and peer.role == "site" and current is not None and current.peer.life != peer.life:
+        # No other incarnation of a site calls than that which watches now, before or after it.
+        watches = peer.incarnation if current is None else current.peer.incarnation
+        if call not in LOOKING and peer.role == "site" and peer.incarnation != watches:
             raise Busy(
-                f"the name {peer.name} is in use by a living process: life {peer.life!r} is not the one that watches."
+                f"the name {peer.name} is in use by a living process: incarnation {peer.incarnation!r} is not the one"
+                " that watches."
             )
         return peer, header, header.get("about", {}), body
 
@@ -256,9 +258,9 @@ class Hub:
                     before, self._of_site[peer.name] = self._of_site.get(peer.name), session
                 if before is not None:
                     before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
-            name = f"beats-{secrets.token_hex(2)}"
-            threading.Thread(target=self._read_beats, args=(session, requests), name=name, daemon=True).start()
-            for event in session.events(first, self._beat):
+            name = f"heartbeats-{secrets.token_hex(2)}"
+            threading.Thread(target=self._read_heartbeats, args=(session, requests), name=name, daemon=True).start()
+            for event in session.events(first, self._heartbeat):
                 yield pack({"kind": event.kind, "about": event.header}, event.body)
         finally:
             session.end()
@@ -270,12 +272,12 @@ class Hub:
             if is_current or (peer.role != "site" and session.admitted):
                 self._calls.gone(peer)
 
-    def _read_beats(self, session: Session, requests: Iterator[bytes]) -> None:
+    def _read_heartbeats(self, session: Session, requests: Iterator[bytes]) -> None:
         peer = session.peer
         try:
             for message in requests:
                 about = unpack(message)[0].get("about", {})
-                self._calls.beat(peer, speaks_for_itself(peer.role, peer.name, about))
+                self._calls.heartbeat(peer, speaks_for_itself(peer.role, peer.name, about))
         except (HubError, Refused) as error:
             session.end(error)
         except Exception as error:
@@ -323,7 +325,7 @@ class HubService(Hub):
         store: str | Path | None = None,
         keys: str | Path | None = None,
         insecure: bool = False,
-        beat: float = 1.0,
+        heartbeat: float = 1.0,
         quorum: str | None = None,
     ) -> None:
         if "://" in str(ledger):
@@ -339,7 +341,7 @@ class HubService(Hub):
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
             find = partial(built_in, named=quorum)
             self.coordinator = Coordinator(run, self.ledger, blobs, sites, find_quorum=find)
-            super().__init__(self.coordinator, blobs, run, listen, keys, insecure, beat)
+            super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
         except BaseException:
             self.ledger.close()
             raise
@@ -350,9 +352,6 @@ class HubService(Hub):
         self.coordinator.start(self.push, self._awake.set)
         self._server.start()
         self._ticker.start()
-
-    def status(self) -> Status:
-        return self.coordinator.status()
 
     @override
     def close(self, grace: float = 0.5) -> None:

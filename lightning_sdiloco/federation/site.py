@@ -31,7 +31,6 @@ from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import OuterParameter, to_parameters
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.arithmetic import Encoded, SiteArithmetic, Stepped, digests_of, fetched_by
-from lightning_sdiloco.federation.charter import Charter
 from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
@@ -49,6 +48,7 @@ from lightning_sdiloco.federation.messages import (
     Welcomed,
 )
 from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.run_config import RunConfig
 
 _log = logging.getLogger(__name__)
 
@@ -65,10 +65,10 @@ class SharedConnection:
         self._leads = rank == 0
         self._payloads: dict[str, Mapping[str, Bytes]] = {}
         self._coming: dict[str, tuple[Record, set[int]]] = {}
-        made, life = list[HubConnection](), self._ranks.all_gather_object(secrets.token_hex(8))[0]
+        made, incarnation = list[HubConnection](), self._ranks.all_gather_object(secrets.token_hex(8))[0]
 
         def connects() -> None:
-            made.append(connect(rank, topology.group_size, life))
+            made.append(connect(rank, topology.group_size, incarnation))
             if rank:
                 made[0].reach()
 
@@ -89,8 +89,8 @@ class SharedConnection:
                 raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
         return [outcome.value for outcome in every]
 
-    def agree(self, charter: Charter) -> Charter:
-        return Charter.from_bytes(self.all_say(lambda: self._leads and self.own.agree(charter).to_bytes())[0])
+    def agree(self, run_config: RunConfig) -> RunConfig:
+        return RunConfig.from_bytes(self.all_say(lambda: self._leads and self.own.agree(run_config).to_bytes())[0])
 
     def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
         """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
@@ -301,7 +301,7 @@ class FederatedWorld:
     def close(self) -> None:
         if not self._has_left:
             self._has_left = True
-            self._connection.own.beat(self.follower)
+            self._connection.own.heartbeat(self.follower)
             self._connection.own.leave()
             self._connection.own.close()
 
@@ -309,7 +309,7 @@ class FederatedWorld:
         self._send()
         if self.follower.reachable and self.follower.wants_state:
             self._connection.own.ask(self._refused)
-        self._connection.own.beat(self.follower)
+        self._connection.own.heartbeat(self.follower)
 
     # Landing
 
@@ -420,12 +420,12 @@ class FederatedWorld:
                     if self._is_alone:
                         _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
                     self._is_alone, self._waits_for = False, ""
-                    anchor, fragments = event.anchor, self.follower.fragments
+                    snapshot, fragments = event.snapshot, self.follower.fragments
                     begins = all(own.digest is None for own in fragments)
-                    if begins and anchor and not any(position.round for position in anchor.applied):
+                    if begins and snapshot and not any(position.round for position in snapshot.applied):
                         # At round 0 it has what the run was founded on, where its values are the same.
                         digests = self.digests()
-                        if list(anchor.digests) == digests:
+                        if list(snapshot.digests) == digests:
                             self.follower.found(digests)
                 case Called():
                     self.follower.hear(event.call)
@@ -472,7 +472,7 @@ class FederatedWorld:
 
     @torch.no_grad()
     def _begin_again(self, fragments: Sequence[int]) -> None:
-        """Begins again from the outer values of fragments; see [Note: what an earlier life has launched]."""
+        """Begins again from the outer values of fragments; see [Note: what an earlier incarnation has launched]."""
         if not fragments:
             return
         _log.info(
@@ -484,7 +484,7 @@ class FederatedWorld:
         for index in fragments:
             fragment = self._rounds.fragments[index]
             fragment.write_outer(self._topology.in_group)
-            # What the compression remembers is of launches of another life, or of none.
+            # What the compression remembers is of launches of another incarnation, or of none.
             fragment.memory = fragment.tuning = None
 
     @torch.no_grad()
@@ -531,7 +531,7 @@ class FederatedWorld:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where another life of this site was."""
+        """Goes on where another incarnation of this site was."""
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lightning_sdiloco.federation.charter import RETENTION
 from lightning_sdiloco.federation.messages import Contribution, Record, Timing
 from lightning_sdiloco.federation.quorum import Quorum
+from lightning_sdiloco.federation.run_config import RETENTION
 from lightning_sdiloco.planning.link import Link, require
 
 # A quorum that learns from the past has learned after so many rounds.

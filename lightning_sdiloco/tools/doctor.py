@@ -29,9 +29,9 @@ from rich.table import Table
 
 from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.charter import ChosenQuorum
 from lightning_sdiloco.federation.client import hub_addresses
 from lightning_sdiloco.federation.keys import load
+from lightning_sdiloco.federation.run_config import ChosenQuorum
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
 from lightning_sdiloco.launch.reachability import (
     BrokenConnection,
@@ -81,7 +81,7 @@ def doctor(
 ) -> str:
     """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, charter.
+    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, run config.
 
     Args:
         options: Which hub, and by whom, to check that.
@@ -529,22 +529,23 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
-    charter, records, sites = status["charter"], status["records"], len(status["sites"])
-    terms = charter["terms"]
+    run_config, records, sites = status["run_config"], status["records"], len(status["sites"])
+    terms = run_config["terms"]
     ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"
     quorum = ChosenQuorum(**terms["quorum"]) if isinstance(terms["quorum"], dict) else terms["quorum"]
-    yield Finding("ok", "run", f"founded on charter {charter['key'][:8]}, {records} records; {sites} sites are known")
+    key = run_config["key"][:8]
+    yield Finding("ok", "run", f"founded on run config {key}, {records} records; {sites} sites are known")
     yield Finding(
         "ok",
-        "charter",
-        f"{charter['parameters']} tensors in {charter['fragments']} fragments, sync_every={terms['sync_every']},"
+        "run_config",
+        f"{run_config['parameters']} tensors in {run_config['fragments']} fragments, sync_every={terms['sync_every']},"
         f" overlap_steps={terms['overlap_steps']}, grace={terms['grace']:g}, lease={terms['lease']:g},"
-        f" quorum={quorum}, {ends}; {', '.join(f'{k}={v}' for k, v in charter['settings'].items())}",
+        f" quorum={quorum}, {ends}; {', '.join(f'{k}={v}' for k, v in run_config['settings'].items())}",
     )
-    for name, there in charter["versions"].items():
+    for name, there in run_config["versions"].items():
         here = (_version(name) or "none").split("+")[0]
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
         else:
             fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."
-            yield Finding("wrong", name, f"{here} here, and {there} in the charter", fix)
+            yield Finding("wrong", name, f"{here} here, and {there} in the run config", fix)

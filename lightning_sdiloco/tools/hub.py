@@ -51,12 +51,12 @@ def hub(
     except HubError as error:
         raise ValueError(str(error)) from error
     with closing(service):
-        told = None if metrics is None else MetricsServer(metrics, service.status)
+        told = None if metrics is None else MetricsServer(metrics, service.coordinator.status)
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: over.set())
         service.start()
-        status = service.status()
+        status = service.coordinator.status()
         found = (
             f"it goes on after {status['records']} records"
             if status["founded"]
@@ -163,11 +163,11 @@ STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent
 _FRESH = 1.0  # seconds for which a status is told again, however often it is asked for
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
-    "last_beat": ("gauge", "last_beat_seconds", "Seconds since the last sign of life of a site."),
+    "last_heartbeat": ("gauge", "last_heartbeat_seconds", "Seconds since the last heartbeat of a site."),
     "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, where that is worst."),
     "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
     "late": ("counter", "late", "Contributions of a site that came when their round was closed."),
-    "lives": ("counter", "starts", "How often a site has come as a new process."),
+    "incarnations": ("counter", "starts", "How often a site has come as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),
 }

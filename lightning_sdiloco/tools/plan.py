@@ -15,8 +15,8 @@ from torch import nn
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.shards import trainable
-from lightning_sdiloco.federation.charter import LONGEST_GRACE
 from lightning_sdiloco.federation.quorum import All, Quorum
+from lightning_sdiloco.federation.run_config import LONGEST_GRACE
 from lightning_sdiloco.federation.waiting import Round, Waits, Way, waits
 from lightning_sdiloco.planning import paper, planner
 from lightning_sdiloco.planning.link import Link, require

@@ -49,17 +49,17 @@ def as_table(status: dict[str, Any]) -> Group:
     head = Text(f"run {status['run']}: {status['records']} records")
     trouble = [Text(status["trouble"], style="bold red")] if status["trouble"] else []
     sites = Table("site", "state", title="sites", title_justify="left")
-    for name in ("last beat", "behind", "share", "late", "lives", "sent", "rate"):
+    for name in ("last heartbeat", "behind", "share", "late", "incarnations", "sent", "rate"):
         sites.add_column(name, justify="right")
     for name, own in status["sites"].items():
         sites.add_row(
             name,
             Text(own["state"], style=STATES[own["state"]]),
-            "-" if own["last_beat"] is None else f"{own['last_beat']:.1f} s",
+            "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s",
             "-" if own["rounds_behind"] is None else str(own["rounds_behind"]),
             f"{own['share']:.0%}",
             str(own["late"]),
-            str(own["lives"]),
+            str(own["incarnations"]),
             readable(own["bytes"]),
             f"{readable(own['bytes_per_second'])}/s",
         )

@@ -1,11 +1,11 @@
 """What became of a run with faults, by what its processes wrote down: who stood still, came back, agrees, lost what.
 
-[Note: what may be lost] A site's steps are numbered as it made them, over all its lives, those twice that it trained
-again from a checkpoint. When a launch counts, all counts that the site had trained until then, but for spans of steps
-that may be lost: those between the last launch that counted, or the checkpoint from which the next life went on, and a
-kill; and those that were dropped because a contribution came too late, or values were wrong, which the site has told.
-When a launch was made is not written down: it was after the landing of the round before, and it was as many steps after
-the launch before it as it weighs.
+[Note: what may be lost] A site's steps are numbered as it made them, over all its incarnations, those twice that it
+trained again from a checkpoint. When a launch counts, all counts that the site had trained until then, but for spans of
+steps that may be lost: those between the last launch that counted, or the checkpoint from which the next incarnation
+went on, and a kill; and those that were dropped because a contribution came too late, or values were wrong, which the
+site has told. When a launch was made is not written down: it was after the landing of the round before, and it was as
+many steps after the launch before it as it weighs.
 """
 
 from collections import Counter, defaultdict
@@ -147,9 +147,9 @@ def counted_twice(told: Told, batch: int) -> list[str]:
     """The sites that were counted for more than they have trained."""
     wrong = []
     for site in told.sites:
-        # The last step of each life may not have been written down.
-        lives = sum(note["what"] == "up" for note in told.sites[site])
-        trained = batch * (len(told.steps(site)) + lives)
+        # The last step of each incarnation may not have been written down.
+        incarnations = sum(note["what"] == "up" for note in told.sites[site])
+        trained = batch * (len(told.steps(site)) + incarnations)
         for fragment in {note["fragment"] for note in told.records()}:
             rounds = {note["round"]: note["counted"] for note in told.records() if note["fragment"] == fragment}
             counted = sum(weight for own in rounds.values() for name, _, weight in own if name == site)
@@ -176,14 +176,14 @@ class Counted(NamedTuple):
     """A launch of a site that counts."""
 
     round: int
-    life: int  # the number of the life that made it
+    incarnation: int  # the number of the incarnation that made it
     steps: int  # for how many it counts
     made: int  # a step before which it was not made
 
 
 @dataclass
-class Life:
-    """A start of a site that came to train; steps are numbered over all lives."""
+class Incarnation:
+    """A start of a site that came to train; steps are numbered over all incarnations."""
 
     began: int  # how many steps the site had made before
     ended: int  # and with it
@@ -192,26 +192,28 @@ class Life:
     dropped: list[tuple[int, int, int]] = field(default_factory=list)  # fragment, round and steps made, at a drop
 
 
-def lives_of(notes: Sequence[Note]) -> list[Life]:
-    """The lives of a site, by what it has written down."""
-    lives: list[Life] = []
+def incarnations_of(notes: Sequence[Note]) -> list[Incarnation]:
+    """The incarnations of a site, by what it has written down."""
+    incarnations: list[Incarnation] = []
     for note in notes:
         match note["what"]:
             case "up":
-                before = lives[-1].ended if lives else 0
-                lives.append(Life(before, before))
+                before = incarnations[-1].ended if incarnations else 0
+                incarnations.append(Incarnation(before, before))
             case "training":
-                lives[-1].resumed = note["step"]
+                incarnations[-1].resumed = note["step"]
             case "step":
-                lives[-1].ended += 1
+                incarnations[-1].ended += 1
             case "land":
-                lives[-1].landed[note["fragment"], note["round"]] = lives[-1].ended
-                # What an earlier life has had counted is taken before the first step; nothing comes after the last.
+                incarnations[-1].landed[note["fragment"], note["round"]] = incarnations[-1].ended
+                # What an earlier incarnation has had counted is taken first of all; nothing comes after the last.
                 if note["how"] not in ("mix", "carry", "take"):
-                    lives[-1].dropped.append((note["fragment"], note["round"], lives[-1].ended))
+                    incarnations[-1].dropped.append((note["fragment"], note["round"], incarnations[-1].ended))
             case "adopt":
-                lives[-1].dropped += [(fragment, round, lives[-1].ended) for fragment, round, *_ in note["states"]]
-    return lives
+                incarnations[-1].dropped += [
+                    (fragment, round, incarnations[-1].ended) for fragment, round, *_ in note["states"]
+                ]
+    return incarnations
 
 
 def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
@@ -219,21 +221,25 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
 
     Steps that it has made by then and that do not count, at least; those that may be lost; what was lost besides.
     """
-    lives = lives_of(told.sites[site])
+    incarnations = incarnations_of(told.sites[site])
     starts = [note["at"] for note in told.sites[site] if note["what"] == "up"]
     hellos = [note for note in told.hub if note["what"] == "hello" and note["site"] == site]
-    numbers = {note["life"]: max(0, sum(start < note["at"] for start in starts) - 1) for note in reversed(hellos)}
+    numbers = {
+        note["incarnation"]: max(0, sum(start < note["at"] for start in starts) - 1) for note in reversed(hellos)
+    }
     lost = []
     for fragment in sorted({note["fragment"] for note in told.records()}):
         rounds = {note["round"]: note["counted"] for note in told.records() if note["fragment"] == fragment}
         launches: list[Counted] = []
         last: dict[int, int] = {}
-        for round, (_, life, weight) in [(r, own) for r in sorted(rounds) for own in rounds[r] if own[0] == site]:
-            number, steps = numbers.get(life, 0), weight // batch
-            made = lives[number].landed.get((fragment, round - 1), lives[number].began)
+        for round, (_, incarnation, weight) in [
+            (r, own) for r in sorted(rounds) for own in rounds[r] if own[0] == site
+        ]:
+            number, steps = numbers.get(incarnation, 0), weight // batch
+            made = incarnations[number].landed.get((fragment, round - 1), incarnations[number].began)
             last[number] = made = max(made, last[number] + steps) if number in last else made
             launches.append(Counted(round, number, steps, made))
-        spans = [*_before_kills(lives, launches), *_dropped(fragment, lives, launches)]
+        spans = [*_before_kills(incarnations, launches), *_dropped(fragment, incarnations, launches)]
         counted, missing, most, problem = 0, 0, 0, ""
         for own in launches:
             counted += own.steps
@@ -247,26 +253,26 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
     return lost
 
 
-def _before_kills(lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
+def _before_kills(incarnations: Sequence[Incarnation], launches: Sequence[Counted]) -> list[tuple[int, int]]:
     """The spans before kills: since the last launch that counts, or the checkpoint, whichever was later."""
     spans = []
-    trained = [own for own in lives if own.ended > own.began]
+    trained = [own for own in incarnations if own.ended > own.began]
     for own, after in zip(trained, trained[1:], strict=False):
-        # A life that began with an earlier checkpoint, or none, lacks all that this one has trained.
+        # An incarnation that began with an earlier checkpoint, or none, lacks all that this one has trained.
         saved = own.began + after.resumed - own.resumed if after.resumed >= own.resumed else 0
-        launched = max((one.made for one in launches if one.life <= lives.index(own)), default=0)
+        launched = max((one.made for one in launches if one.incarnation <= incarnations.index(own)), default=0)
         spans.append((min(max(saved, launched), own.ended), own.ended))
     return spans
 
 
-def _dropped(fragment: int, lives: Sequence[Life], launches: Sequence[Counted]) -> list[tuple[int, int]]:
+def _dropped(fragment: int, incarnations: Sequence[Incarnation], launches: Sequence[Counted]) -> list[tuple[int, int]]:
     """The spans that a landing or a state dropped."""
     spans = []
-    for number, own in enumerate(lives):
+    for number, own in enumerate(incarnations):
         for round, at in [(round, at) for of, round, at in own.dropped if of == fragment]:
             made = max((one.made for one in launches if one.round < round), default=0)
-            after = [one for one in launches if one.round > round and one.life == number]
-            # What the next launch of this life counts for was not dropped.
+            after = [one for one in launches if one.round > round and one.incarnation == number]
+            # What the next launch of this incarnation counts for was not dropped.
             last = min((own.landed.get((fragment, one.round), at + one.steps) - one.steps for one in after), default=at)
             spans.append((made, min(at, last)))
     return spans

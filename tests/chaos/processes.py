@@ -252,12 +252,12 @@ def serve(sites: int, place: Place) -> None:
 
     def hello(_: Coordinator, peer: Peer, *more: Any) -> None:
         if peer.role == "site":
-            notebook.write("hello", site=peer.name, life=peer.life)
+            notebook.write("hello", site=peer.name, incarnation=peer.incarnation)
 
     def append(_: Any, self: SQLiteLedger, seq: int, text: bytes, *notes: Any) -> None:
         record = Record.from_bytes(text)
         # Once it is durable: who is killed before closes the round anew.
-        counted = [[own.site, own.life, own.weight] for own in record.counted]
+        counted = [[own.site, own.incarnation, own.weight] for own in record.counted]
         notebook.write("append", fragment=record.fragment, round=record.round, key=record.key, counted=counted)
 
     watch(Coordinator, "hello", before=hello)

@@ -19,12 +19,12 @@ def land(at: float, digest: int) -> Note:
 
 
 def record(at: float, weight: int) -> Note:
-    counted = [["a", "life", weight], ["b", "life", weight]]
+    counted = [["a", "incarnation", weight], ["b", "incarnation", weight]]
     return {"what": "append", "at": at, "fragment": 0, "round": 1, "key": "k", "counted": counted}
 
 
 def told(a: list[Note], b: list[Note], weight: int = 8, faults: tuple[Note, ...] = ()) -> Told:
-    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b", "life": "life"}]
+    hub = [record(5.0, weight), {"what": "hello", "at": 7.5, "site": "b", "incarnation": "incarnation"}]
     return Told({"a": [{"what": "up", "at": 0.0}, *a], "b": [{"what": "up", "at": 0.0}, *b]}, hub, faults)
 
 
@@ -59,7 +59,7 @@ def test_who_was_stopped_may_stand_still_and_is_back_when_it_has_applied_all() -
 
 
 def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]) -> list[Note]:
-    """The inner steps of a life, of 0.1 s each, and after which of them rounds land."""
+    """The inner steps of an incarnation, of 0.1 s each, and after which of them rounds land."""
     notes: list[Note] = [{"what": "up", "at": at}, {"what": "training", "at": at, "step": first}]
     for number in range(first + 1, last + 1):
         at += 0.1
@@ -71,10 +71,13 @@ def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]
 def with_a_kill(*weighs: int) -> Told:
     """A site that is killed after step 50 and goes on from its checkpoint of step 45; its launches weigh so much."""
     notes = [*trained(0, 50, 0.0, ((1, 22), (2, 42))), *trained(45, 90, 10.0, ((3, 62), (4, 82)))]
-    hub = [{"what": "hello", "at": at + 0.05, "site": "a", "life": life} for at, life in ((0.0, "one"), (10.0, "two"))]
+    hub = [
+        {"what": "hello", "at": at + 0.05, "site": "a", "incarnation": incarnation}
+        for at, incarnation in ((0.0, "one"), (10.0, "two"))
+    ]
     made = ((2.1, "one"), (4.1, "one"), (11.6, "two"), (13.6, "two"))
-    for round, ((at, life), steps) in enumerate(zip(made, weighs, strict=True), 1):
-        counted = [["a", life, 8 * steps]] if steps else []
+    for round, ((at, incarnation), steps) in enumerate(zip(made, weighs, strict=True), 1):
+        counted = [["a", incarnation, 8 * steps]] if steps else []
         hub.append({**record(at, 0), "round": round, "key": f"k{round}", "counted": counted})
     return Told({"a": notes}, hub, ())
 

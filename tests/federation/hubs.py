@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from lightning_sdiloco.errors import Refused
-from lightning_sdiloco.federation.charter import Terms
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.run_config import Terms
 from lightning_sdiloco.federation.server import Hub, HubService
 from lightning_sdiloco.federation.store import BlobStore
-from tests.federation.scripted import RUN, ScriptedSite, charter, first_values
+from tests.federation.scripted import RUN, ScriptedSite, first_values, run_config
 
 HOLDERS = {**dict.fromkeys(("site-a", "site-b", "a", "b", "c"), "site"), "second": "hub"}
 HOLDERS |= {"boss": "operator", "viewer": "reader"}
@@ -75,20 +75,20 @@ class Noting:
 
     def hello(self, peer: Any, about: dict[str, Any]) -> list[Event]:
         if about.get("refused"):
-            raise Refused("another charter")
-        self.seen.append(f"hello {peer.name} {peer.life[:2]}")
+            raise Refused("another run config")
+        self.seen.append(f"hello {peer.name} {peer.incarnation[:2]}")
         records = [Event("record", {"seq": seq}, text) for seq, text in enumerate(self.records)]
         return records or [Event("welcome", {"to": peer.name})]
 
-    def beat(self, peer: Any, about: dict[str, Any]) -> None:
-        self.seen.append(f"beat {peer.name}")
+    def heartbeat(self, peer: Any, about: dict[str, Any]) -> None:
+        self.seen.append(f"heartbeat {peer.name}")
 
     def gone(self, peer: Any) -> None:
-        self.seen.append(f"gone {peer.name} {peer.life[:2]}")
+        self.seen.append(f"gone {peer.name} {peer.incarnation[:2]}")
 
     def admit(self, peer: Any, about: dict[str, Any], key: str, size: int) -> None:
         if size != about.get("size", size):
-            raise Refused("the charter says another size")
+            raise Refused("the run config says another size")
 
     def stored(self, peer: Any, about: dict[str, Any], key: str, size: int) -> dict[str, Any]:
         if (peer.name, key) in self.taken:
@@ -106,13 +106,19 @@ class Served:
     def __init__(self, folder: Path, keys: Path | None, listen: str = "127.0.0.1:0") -> None:
         self.keys, self.handler = keys, Noting()
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
-        self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, beat=0.2)
+        self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, heartbeat=0.2)
         self.port = self.hub.port
         self.hub.start()
         self.clients: list[HubClient] = []
 
     def client(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
-        options = {"keys": self.keys, "insecure": self.keys is None, "beat": 0.2, "run": RUN, "timeout": 5.0} | options
+        options = {
+            "keys": self.keys,
+            "insecure": self.keys is None,
+            "heartbeat": 0.2,
+            "run": RUN,
+            "timeout": 5.0,
+        } | options
         self.clients.append(HubClient(f"127.0.0.1:{port or self.port}", name=name, **options))
         return self.clients[-1]
 
@@ -201,13 +207,13 @@ class World:
 
     def start(self, sites: int | None = None) -> HubService:
         listen = f"127.0.0.1:{self.port}"
-        self.service = HubService(RUN, self.folder / "hub.sqlite", sites, listen, keys=self.keys, beat=0.2)
+        self.service = HubService(RUN, self.folder / "hub.sqlite", sites, listen, keys=self.keys, heartbeat=0.2)
         self.port = self.service.port
         self.service.start()
         return self.service
 
     def connect(self, name: str, **options: Any) -> HubConnection:
-        client = HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, beat=0.2, channels=2)
+        client = HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys, heartbeat=0.2, channels=2)
         self.open.append(HubConnection(client, **options))
         return self.open[-1]
 
@@ -258,8 +264,8 @@ class World:
 
 
 def joined(connection: HubConnection, terms: Terms = TERMS, seed: int = 0) -> ScriptedSite:
-    """A site that has said hello with the charter of its run."""
-    own = charter(terms)
+    """A site that has said hello with the run config of its run."""
+    own = run_config(terms)
     agreed = connection.agree(own)
     agreed.require_same(own)
     site = ScriptedSite(connection, agreed, [first_values(p, seed=seed) for p in range(terms.fragments)])

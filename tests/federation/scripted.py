@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_sdiloco.federation.charter import Charter, Terms
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
@@ -27,6 +26,7 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
     Welcomed,
 )
+from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 RUN, LENGTH = "run-1", 4
 NOISE = np.random.default_rng(0).standard_normal((64, LENGTH)).astype(np.float32) / 16
@@ -88,19 +88,19 @@ def rounded(gradient: np.ndarray) -> np.ndarray:
     return (gradient.view(np.int32) & np.int32(-1 << 21)).view(np.float32)
 
 
-def charter(terms: Terms, **settings: str) -> Charter:
+def run_config(terms: Terms, **settings: str) -> RunConfig:
     fragments = tuple(((f"weight{p}", f"({LENGTH},)"),) for p in range(terms.fragments))
-    return Charter(RUN, terms, {"compression": "'none'", **settings}, fragments, ((),) * terms.fragments, {}, "5f")
+    return RunConfig(RUN, terms, {"compression": "'none'", **settings}, fragments, ((),) * terms.fragments, {}, "5f")
 
 
 class ScriptedSite:
     samples, trained = 4, 0
 
     def __init__(
-        self, connection: Any, own: Charter, first: Sequence[Values], late: MergeAction = MergeAction.CARRY
+        self, connection: Any, own: RunConfig, first: Sequence[Values], late: MergeAction = MergeAction.CARRY
     ) -> None:
-        self.connection, self.charter = connection, own
-        self.follower = Follower(own.terms, own.key, connection.site, connection.life, late=late)
+        self.connection, self.run_config = connection, own
+        self.follower = Follower(own.terms, own.key, connection.site, connection.incarnation, late=late)
         self.parts = [Part(values) for values in first]
         self.at = self.counted = self.welcomes = 0
         self.without: tuple[str, ...] = ()  # whose states were refused
@@ -129,10 +129,10 @@ class ScriptedSite:
                 for p in follower.welcome(event.welcome):
                     self.begins_again(p, event.welcome)
                     self.parts[p].drop()
-                anchor = event.anchor
-                is_first = follower.wants_state and anchor and not any(at.round for at in anchor.applied)
-                if is_first and tuple(self.digests()) == anchor.digests:
-                    self.adopts(anchor, [part.values for part in self.parts])
+                snapshot = event.snapshot
+                is_first = follower.wants_state and snapshot and not any(at.round for at in snapshot.applied)
+                if is_first and tuple(self.digests()) == snapshot.digests:
+                    self.adopts(snapshot, [part.values for part in self.parts])
             case Called():
                 follower.hear(event.call)
             case Recorded():
@@ -140,7 +140,7 @@ class ScriptedSite:
                 if event.blobs is not None:
                     self.blobs[event.record.key] = event.blobs
             case StateWanted() if event.founding or self.can_give():
-                applied = tuple(Position(0, self.charter.key) for _ in self.parts)
+                applied = tuple(Position(0, self.run_config.key) for _ in self.parts)
                 header = StateHeader(applied, tuple(self.digests())) if event.founding else follower.header()
                 self.connection.give(event.request, header, [pickle.dumps(tuple(part.values)) for part in self.parts])
             case StateArrived() if follower.wants_state:
@@ -164,7 +164,7 @@ class ScriptedSite:
             self.place(p, came[p], landing)
 
     def begins_again(self, p: int, welcome: Welcome) -> None:
-        """Hears, before it does, that a fragment begins again, because an earlier life has launched it."""
+        """Hears, before it does, that a fragment begins again, because an earlier incarnation has launched it."""
 
     # What it does
 
@@ -204,7 +204,7 @@ class ScriptedSite:
     def asks(self) -> None:
         if self.follower.wants_state:
             self.connection.ask(self.without)
-        self.connection.beat(self.follower)
+        self.connection.heartbeat(self.follower)
 
     def gradient(self, part: Part) -> np.ndarray:
         return part.values.outer - part.local

@@ -78,8 +78,8 @@ class Site:
         made: list[Any] = []
 
         class Here(Federation):
-            def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> Any:
-                made.append(HubConnection(InProcessClient(hub, f"s{index}", life=life), rank, ranks))
+            def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> Any:
+                made.append(HubConnection(InProcessClient(hub, f"s{index}", incarnation=incarnation), rank, ranks))
                 return made[0]
 
         terms = {"late": "carry", "grace": 1.0, "lease": 2.0}
@@ -126,12 +126,12 @@ class Site:
         self.step = state["step"]
 
 
-def train(sites: Sequence[Site], steps: int, beat: Sequence[Site] = ()) -> None:
-    """Sites make inner steps, side by side; others only give signs of life."""
+def train(sites: Sequence[Site], steps: int, heartbeat: Sequence[Site] = ()) -> None:
+    """Sites make inner steps, side by side; others only give heartbeats."""
     for _ in range(steps):
         sites[0].hub.passes(STEP)
-        for other in beat:
-            other.connection.beat(other.world.follower)
+        for other in heartbeat:
+            other.connection.heartbeat(other.world.follower)
         for site in sites:
             site.train()
         for site in sites:

@@ -19,16 +19,22 @@ from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
 from tests.federation.hubs import TERMS, World, require_agreement
-from tests.federation.scripted import RUN, charter
+from tests.federation.scripted import RUN, run_config
 
 pytestmark = pytest.mark.timeout(300)
 
-SITE: dict[str, Any] = {"state": "follows", "life": "0" * 16, "last_beat": 0.42, "rounds_behind": 1, "share": 0.75}
-SITE |= {"late": 3, "lives": 2, "bytes": 2_500_000, "bytes_per_second": 1_000_000}
-GONE = SITE | {"state": "gone", "last_beat": None, "rounds_behind": None, "share": 0.25}
+SITE: dict[str, Any] = {
+    "state": "follows",
+    "incarnation": "0" * 16,
+    "last_heartbeat": 0.42,
+    "rounds_behind": 1,
+    "share": 0.75,
+}
+SITE |= {"late": 3, "incarnations": 2, "bytes": 2_500_000, "bytes_per_second": 1_000_000}
+GONE = SITE | {"state": "gone", "last_heartbeat": None, "rounds_behind": None, "share": 0.25}
 FRAGMENT = {"round": 7, "open": True, "here": ["a"], "missing": ["b"], "ended": False}
 STATUS: dict[str, Any] = {
-    **{"run": "llm", "founded": True, "trouble": "there is no space left", "records": 14, "anchors": []},
+    **{"run": "llm", "founded": True, "trouble": "there is no space left", "records": 14, "snapshots": []},
     **{"sites": {"a": SITE, "b": GONE}, "fragments": [FRAGMENT, FRAGMENT | {"missing": []}]},
 }
 FOUNDING = {"run": "llm", "founded": False, "trouble": None, "missing": 2, "here": ["a"]}
@@ -81,7 +87,7 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
         hub = HubProcess(world)
         assert "it goes on after" in hub.greeting
     world.more(2)
-    # Whether a site follows, the hub that was started again learns from its next sign of life.
+    # Whether a site follows, the hub that was started again learns from its next heartbeat.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
     assert json.loads(asked("viewer", "status", "--json"))["fragments"][0]["round"] >= 5
     assert "follows" in asked("viewer", "status")
@@ -152,14 +158,14 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
         'sdiloco_site_state{run="llm",site="a",state="follows"} 1.0',
         'sdiloco_site_state{run="llm",site="b",state="gone"} 1.0',
         'sdiloco_site_state{run="llm",site="b",state="follows"} 0.0',
-        'sdiloco_site_last_beat_seconds{run="llm",site="a"} 0.42',
+        'sdiloco_site_last_heartbeat_seconds{run="llm",site="a"} 0.42',
         'sdiloco_site_weight_share{run="llm",site="b"} 0.25',
         'sdiloco_site_late_total{run="llm",site="a"} 3.0',
         'sdiloco_site_sent_bytes_total{run="llm",site="a"} 2.5e+06',
         'sdiloco_fragment_round{fragment="1",run="llm"} 7.0',
         'sdiloco_fragment_waits_for{fragment="0",run="llm",site="b"} 1.0',
     } <= set(lines)
-    assert not [line for line in lines if line.startswith('sdiloco_site_last_beat_seconds{run="llm",site="b"}')]
+    assert not [line for line in lines if line.startswith('sdiloco_site_last_heartbeat_seconds{run="llm",site="b"}')]
     assert any(line.startswith("process_resident_memory_bytes") for line in lines)
     assert len(asked) == 1, "whoever asks often does not keep the hub from its work"
     assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING)
@@ -201,15 +207,15 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     told = examined("--insecure", "--run", RUN, code=1)
     assert "a hub with keys takes nobody without" in told["hub"]["fix"]
     world.join("a")
-    world.run(lambda: hub.status()["founded"])
+    world.run(lambda: hub.coordinator.status()["founded"])
     with socket.create_server(("127.0.0.1", 0)) as listening:
         closed = listening.getsockname()[1]
     # With the keys of a site that trains, which goes on.
     told = examined("--hub", f"127.0.0.1:{closed}, 127.0.0.1:{hub.port}", *bundle)
     world.rounds(1)
-    assert f"founded on charter {charter(TERMS).key[:8]}" in told["run"]["found"]
-    assert "2 tensors in 2 fragments, sync_every=8" in told["charter"]["found"]
-    assert told["status"]["charter"]["settings"] == {"compression": "'none'"}
+    assert f"founded on run config {run_config(TERMS).key[:8]}" in told["run"]["found"]
+    assert "2 tensors in 2 fragments, sync_every=8" in told["run_config"]["found"]
+    assert told["status"]["run_config"]["settings"] == {"compression": "'none'"}
     assert told["reachability"]["state"] == "slow"
     assert f"127.0.0.1:{closed}: connection refused" in told["reachability"]["found"]
     hub.close()

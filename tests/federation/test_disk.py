@@ -66,7 +66,7 @@ def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_o
         SQLiteLedger(tmp_path / "one")
     assert one.chain == same.chain
     same.append(1, b"that")
-    one.note({"open/a": b"1", "open/b": b"2", "charter": b"3"})
+    one.note({"open/a": b"1", "open/b": b"2", "run_config": b"3"})
     assert one.notes("open/") == {"open/a": b"1", "open/b": b"2"}
     for number in (0, 7):
         with pytest.raises(Refused, match="does not follow"):
@@ -75,10 +75,10 @@ def test_one_process_has_the_ledger_to_itself_and_notes_change_with_the_record_o
     one._database.execute("pragma max_page_count = 1").fetchall()  # never below what it has
     with pytest.raises(NoSpace, match="no space left"):
         one.append(1, bytes(100_000), {"open/a": None})
-    assert (one.last, one.chain, set(one.notes())) == (0, chain, {"open/a", "open/b", "charter"})
+    assert (one.last, one.chain, set(one.notes())) == (0, chain, {"open/a", "open/b", "run_config"})
     one._database.execute("pragma max_page_count = 100000").fetchall()
     one.append(1, b"this", {"open/a": None, "closed": b"4"})
-    assert one.notes() == {"open/b": b"2", "charter": b"3", "closed": b"4"}
+    assert one.notes() == {"open/b": b"2", "run_config": b"3", "closed": b"4"}
     chain = one.chain
     assert chain != same.chain, "it tells other records from the same"
     one.close()

@@ -31,7 +31,7 @@ from lightning_sdiloco.federation.messages import (
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.wire import CHUNK, HubUnreachable
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
-from tests.federation.scripted import RUN, charter
+from tests.federation.scripted import RUN, run_config
 from tests.small_disk import fill, small_disk
 from tests.test_rules import nodes_of, of_rooms
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(world: World) -> None:
     def rounds() -> list[int]:
-        return [own["round"] for own in world.service.status()["fragments"]]
+        return [own["round"] for own in world.service.coordinator.status()["fragments"]]
 
     def hears_that_it_was_evicted(connection: HubConnection) -> None:
         with pytest.raises(Refused, match="evicted"):
@@ -76,7 +76,7 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(wo
     world.more(2)
     assert [site.welcomes for site in world.sites.values()] == [2, 3]
     require_agreement(world.sites.values())
-    # An operator throws one out. It stays out, also at a hub that was started again, and comes as a new life.
+    # An operator throws one out. It stays out, also at a hub that was started again, and comes as a new incarnation.
     evicted = world.sites.pop("c")
     with pytest.raises(Refused, match="there is no site 'd' here"):
         world.ask("boss", "evict", who="d")
@@ -85,7 +85,7 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(wo
     world.service.close()
     world.start()
     again = world.connect("c")
-    again.life = again._client.life = evicted.connection.life
+    again.incarnation = again._client.incarnation = evicted.connection.incarnation
     again.hello(evicted.follower)
     hears_that_it_was_evicted(again)
     again.close()
@@ -100,9 +100,9 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(wo
     world.start()
     joiner = world.join("b", seed=9)
     world.rounds(max(before) + 1)
-    assert joiner.states == ["the anchor"]
+    assert joiner.states == ["the snapshot"]
     world.kill("b")
-    until(lambda: world.service.status()["sites"]["b"]["state"] == "gone")
+    until(lambda: world.service.coordinator.status()["sites"]["b"]["state"] == "gone")
     world.ask("boss", "rollback", round=2)
     assert max(rounds()) <= 2
     world.join("c", seed=4)
@@ -116,22 +116,25 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
     world.join("a")
     world.rounds(1)
     stranger, other, posing = world.client("b"), world.sites["a"].follower, world.client("c")
-    hello, beat = (json.loads(said.to_bytes()) for said in (other.hello(RUN), other.beat()))
-    own = json.loads(Follower(TERMS, charter(TERMS).key, "c", posing.life).hello(RUN).to_bytes())
-    sent = Contribution(0, 1, "a", other.life, charter(TERMS).key, 4, 1, (Payload(key_of(b"bytes"), 5),))
+    hello, heartbeat = (json.loads(said.to_bytes()) for said in (other.hello(RUN), other.heartbeat()))
+    own = json.loads(Follower(TERMS, run_config(TERMS).key, "c", posing.incarnation).hello(RUN).to_bytes())
+    sent = Contribution(0, 1, "a", other.incarnation, run_config(TERMS).key, 4, 1, (Payload(key_of(b"bytes"), 5),))
     for say, told in (
         (lambda: stranger.send(b"bytes", {"kind": "payload"}), "has not said hello"),
-        (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a charter"),
-        (lambda: stranger.send(b"{}", {"kind": "charter"}), "charter lacks"),
+        (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
+        (lambda: stranger.send(b"{}", {"kind": "run_config"}), "runconfig lacks"),
         (lambda: stranger.call("contribute", {}, b"{}"), "contribution lacks"),
         (lambda: stranger.call("contribute", {}, b"\xff" * 99), "no JSON"),
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
         (lambda: stranger.call("state", {"without": 3}), "without is no list"),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
-        # Nor what another one says: its hello, its sign of life, its contribution.
+        # Nor what another one says: its hello, its heartbeat, its contribution.
         (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks for itself"),
         (lambda: posing.call("hello", {"hello": hello}), "site 'c' speaks for itself"),
-        (lambda: list(posing.events(lambda: {"hello": own}, lambda: {"beat": beat})), "site 'c' speaks for itself"),
+        (
+            lambda: list(posing.events(lambda: {"hello": own}, lambda: {"heartbeat": heartbeat})),
+            "site 'c' speaks for itself",
+        ),
         (lambda: posing.call("contribute", {}, sent.to_bytes()), "site 'c' speaks for itself"),
     ):
         with pytest.raises(Refused, match=told):
@@ -142,9 +145,9 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
     ):
         connection = world.connect("b")
         with pytest.raises(ValueError, match="compression|seed"):
-            connection.agree(charter(TERMS, **changed)).require_same(charter(TERMS, **changed))
+            connection.agree(run_config(TERMS, **changed)).require_same(run_config(TERMS, **changed))
         # One that says hello all the same.
-        connection.hello(Follower(TERMS, charter(TERMS, **changed).key, "b", connection.life))
+        connection.hello(Follower(TERMS, run_config(TERMS, **changed).key, "b", connection.incarnation))
         assert connection.wait(20)
         with pytest.raises(Refused, match=told):
             connection.events()
@@ -153,8 +156,8 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
     monkeypatch.setattr("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
     second = world.connect("a")
     with pytest.raises(Refused, match="in use by a living process"):
-        second.agree(charter(TERMS))
-    second.hello(Follower(TERMS, charter(TERMS).key, "a", second.life))
+        second.agree(run_config(TERMS))
+    second.hello(Follower(TERMS, run_config(TERMS).key, "a", second.incarnation))
     assert second.wait(20)
     assert isinstance(second.events()[0], Lost)
     world.more(1)
@@ -178,7 +181,7 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
         world.more(2)
         require_agreement(world.sites.values())
         world.service.close()
-        status = world.start().status()
+        status = world.start().coordinator.status()
         assert status["records"] > records
         assert [own["round"] for own in status["fragments"]] >= [4, 4]
         world.close()
@@ -217,7 +220,7 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     # records before that none were of use. One or two more on a machine that is busy.
     assert chain.length <= 7
     before, welcomes = joiner.rounds, joiner.welcomes
-    world.service.coordinator.gone(Peer("site", "b", joiner.connection.life))
+    world.service.coordinator.gone(Peer("site", "b", joiner.connection.incarnation))
     del world.sites["b"]
     world.more(1)
     chain = Chain(joiner.connection)
@@ -266,13 +269,13 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
     second.connection.contribute = lambda *own: launched.append(own)
     until(lambda: second.step() or launched)
     world.kill("b")
-    until(lambda: world.service.status()["sites"]["b"]["state"] == "gone")
+    until(lambda: world.service.coordinator.status()["sites"]["b"]["state"] == "gone")
     coordinator, hellos = world.service.coordinator, list[str]()
     hello = coordinator.hello
     coordinator.hello = lambda peer, about: (hellos.append(peer.name), hello(peer, about))[1]
     second.connection = again = world.connect("b")
-    second.follower.life = again.life
-    again.agree(charter(TERMS))
+    second.follower.incarnation = again.incarnation
+    again.agree(run_config(TERMS))
     for own in launched:
         again.contribute(*own)
     time.sleep(0.2)
@@ -291,12 +294,12 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     world.start(sites=1)
     hub = f"127.0.0.1:{world.port}"
     first = world.connect("a", ranks=2)
-    clients = [HubClient(hub, RUN, "a", keys, channels=2, life=first.life) for _ in range(2)]
+    clients = [HubClient(hub, RUN, "a", keys, channels=2, incarnation=first.incarnation) for _ in range(2)]
     others = [HubConnection(client, 1, 2) for client in clients]
     world.open += others
     site, coordinator = joined(first), world.service.coordinator
     until(lambda: site.hear() or site.follower.follows)
-    first.beat(site.follower)
+    first.heartbeat(site.follower)
     for shards in others:
         shards.reach()
     for _ in range(8):

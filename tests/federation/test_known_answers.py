@@ -9,15 +9,14 @@ import pytest
 
 from lightning_sdiloco import DynamicBackup, Federation
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Malformed, Refused
-from lightning_sdiloco.federation.charter import ANCHOR_EVERY, RETENTION, Charter, ChosenQuorum, Terms
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import (
-    Beat,
     Call,
     Contribution,
+    Heartbeat,
     Hello,
     Payload,
     Position,
@@ -28,15 +27,16 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
 )
 from lightning_sdiloco.federation.quorum import All, built_in, chosen, imported
+from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, ChosenQuorum, RunConfig, Terms
 from tests.own_quorum import Core
 
 TERMS = Terms(fragments=1, sync_every=20, overlap_steps=3, grace=2.0, lease=10.0)
-CHARTER, DIGEST, STEPS = "00" * 32, 7, 30
+RUN_CONFIG, DIGEST, STEPS = "00" * 32, 7, 30
 BACKUP = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.5})
 CORE = ChosenQuorum("tests.own_quorum.Core", {"core": ["a", "b"]})
 
 
-def life(number: int = 1) -> str:
+def incarnation(number: int = 1) -> str:
     return f"{number:016x}"
 
 
@@ -44,10 +44,10 @@ def own(
     site: str = "a", round: int = 1, *, weight: int = 100, digest: int = DIGEST, born: int = 1, **other: Any
 ) -> Contribution:
     payload = Payload(f"{ord(site[0]):02x}{round:02x}{born:02x}" + "0" * 58, 8)
-    return Contribution(0, round, site, life(born), CHARTER, weight, digest, (payload,), **other)
+    return Contribution(0, round, site, incarnation(born), RUN_CONFIG, weight, digest, (payload,), **other)
 
 
-def record(round: int, *counted: Contribution, previous: str = CHARTER, final: bool = False) -> Record:
+def record(round: int, *counted: Contribution, previous: str = RUN_CONFIG, final: bool = False) -> Record:
     counted = tuple(replace(each, previous=previous) for each in counted)
     return Record(round - 1, 0, round, previous, counted, final=final)
 
@@ -56,12 +56,12 @@ def chain(*rounds: Contribution) -> list[Record]:
     """Records of one fragment, each of one contribution."""
     found: list[Record] = []
     for number, counted in enumerate(rounds, 1):
-        found.append(record(number, counted, previous=found[-1].key if found else CHARTER))
+        found.append(record(number, counted, previous=found[-1].key if found else RUN_CONFIG))
     return found
 
 
-def anchor(*records: Record, digest: int = DIGEST) -> StateHeader:
-    return StateHeader((records[-1].position if records else Position(0, CHARTER),), (digest,))
+def snapshot(*records: Record, digest: int = DIGEST) -> StateHeader:
+    return StateHeader((records[-1].position if records else Position(0, RUN_CONFIG),), (digest,))
 
 
 RECORDS = chain(*[own("b", round) for round in range(1, 31)])
@@ -70,29 +70,31 @@ RECORDS = chain(*[own("b", round) for round in range(1, 31)])
 
 
 def hello(made: Ledger, site: str, born: int = 1, now: float = 0.0) -> Welcome:
-    return made.hello(Hello("run", site, life(born), CHARTER, tuple(made.closed)), now)
+    return made.hello(Hello("run", site, incarnation(born), RUN_CONFIG, tuple(made.closed)), now)
 
 
-def beat(made: Ledger, site: str, now: float, born: int = 1, applied: int | None = None) -> None:
+def heartbeat(made: Ledger, site: str, now: float, born: int = 1, applied: int | None = None) -> None:
     rounds = tuple(closed.round if applied is None else applied for closed in made.closed)
-    made.beat(Beat(site, life(born), True, rounds), now)
+    made.heartbeat(Heartbeat(site, incarnation(born), True, rounds), now)
 
 
 def come(made: Ledger, sites: str, now: float = 0.0, born: int = 1) -> None:
     for site in sites:
         hello(made, site, born, now)
-        beat(made, site, now, born)
+        heartbeat(made, site, now, born)
 
 
 def ledger(sites: str, quorum: Any = None, **changes: Any) -> Ledger:
-    made = Ledger(replace(TERMS, **changes), CHARTER, 0.0, **({"quorum": quorum} if quorum else {}))
+    made = Ledger(replace(TERMS, **changes), RUN_CONFIG, 0.0, **({"quorum": quorum} if quorum else {}))
     come(made, sites)
     return made
 
 
 def offer(made: Ledger, *contributions: Contribution, now: float = 1.0) -> list[Answer]:
     """Offers contributions that rest on what is closed."""
-    return [made.contribute(replace(each, previous=made.closed[0].key), each.life, now) for each in contributions]
+    return [
+        made.contribute(replace(each, previous=made.closed[0].key), each.incarnation, now) for each in contributions
+    ]
 
 
 def close(made: Ledger, now: float = 1.0) -> list[str]:
@@ -128,7 +130,7 @@ NOT_FINITE = {"finite": False}
         (All(1), "abc", ((1.0, own("a")), (5.0, own("b", digest=8)), (6.0, own("c", digest=8))), 6.0, ["bc"]),
     ],
 )
-def test_a_round_closes_with_the_quorum_for_who_is_waited_for_and_with_the_largest_camp(
+def test_a_round_closes_with_the_quorum_for_who_is_waited_for_and_with_the_majority(
     quorum: Any, sites: str, sent: Any, at: float, counted: list[str]
 ) -> None:
     made = ledger(sites, quorum=quorum)
@@ -142,18 +144,18 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
     made = ledger("ab")
     assert offer(made, own("a"), own("a")) == [Answer.OPEN, Answer.KNOWN]
     assert (made.calls(), close(made), made.next_due(1.5)) == ([Call(0, 1)], [], 3.0)
-    made.skip("b", life(), Call(0, 1), 1.1)
+    made.skip("b", incarnation(), Call(0, 1), 1.1)
     assert close(made, 1.1) == ["a"]
     assert offer(made, own("b")) == [Answer.LATE]
     with pytest.raises(Refused, match="rests on records that are not here"):
         offer(made, own("a", round=3))
     with pytest.raises(Refused, match="another history"):
-        made.contribute(replace(own("a", 2), previous="11" * 32), life(), 1.0)
-    # Who has not beaten since its hello is awaited from its launch on, but not from that of an earlier life.
+        made.contribute(replace(own("a", 2), previous="11" * 32), incarnation(), 1.0)
+    # Who has sent no heartbeat since its hello is awaited from its own launch on.
     for sender, closed in ((1, 0), (2, 1)):
         made = ledger("a")
         hello(made, "b", sender)
-        made.contribute(own("b"), life(sender), 1.0)
+        made.contribute(own("b"), incarnation(sender), 1.0)
         offer(made, own("a"))
         assert close(made) == ["ab"]
         offer(made, own("a", round=2), now=1.1)
@@ -174,7 +176,7 @@ def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_e
     with pytest.raises(Refused, match="evicted"):
         come(made, "b", now=15.0)
     come(made, "b", now=15.0, born=2)
-    made.leave("b", life(2))
+    made.leave("b", incarnation(2))
     offer(made, own("a", 2, **NOT_FINITE), now=15.0)
     with pytest.raises(AgreementError, match="No site has finite values in fragment 0: a"):
         close(made, 50.0)
@@ -184,21 +186,21 @@ def test_a_name_is_in_use_as_long_as_its_process_lives_and_hears_what_it_has_lau
     made = ledger("a")
     with pytest.raises(Refused, match="in use by a living process"):
         come(made, "a", now=5.0, born=2)
-    made.leave("a", life(1))
+    made.leave("a", incarnation(1))
     come(made, "a", now=5.0, born=2)
-    for refused in (lambda: beat(made, "a", 6.0, born=1), lambda: offer(made, own("x"))):
+    for refused in (lambda: heartbeat(made, "a", 6.0, born=1), lambda: offer(made, own("x"))):
         with pytest.raises(Refused, match="has not said hello"):
             refused()
-    made.leave("a", life(1))
+    made.leave("a", incarnation(1))
     assert made.present(6.0) == ["a"]
-    assert made.contribute(own("a", born=1), life(2), 6.0) is Answer.OPEN, "a flight of the life before"
-    assert made.contribute(own("a", born=2), life(2), 6.0) is Answer.KNOWN
+    assert made.contribute(own("a", born=1), incarnation(2), 6.0) is Answer.OPEN, "a flight of the incarnation before"
+    assert made.contribute(own("a", born=2), incarnation(2), 6.0) is Answer.KNOWN
     come(made, "a", now=16.0, born=3)  # after the lease of the one before
     before = ledger("ab")
     offer(before, own("a"), own("b", **NOT_FINITE))
-    for each in (before, Ledger(TERMS, CHARTER, 100.0, [], [own("a")])):
-        each.leave("a", life(1))
-        assert hello(each, "a", 2, 101.0).standing == (Standing(0, life(1)),)
+    for each in (before, Ledger(TERMS, RUN_CONFIG, 100.0, [], [own("a")])):
+        each.leave("a", incarnation(1))
+        assert hello(each, "a", 2, 101.0).standing == (Standing(0, incarnation(1)),)
         assert hello(each, "b", 1, 101.0).standing == (), "it cannot count"
 
 
@@ -207,38 +209,38 @@ def test_a_hub_that_comes_back_goes_on_where_it_was_and_refuses_a_damaged_ledger
     offer(before, own("a"), own("b"))
     records = before.due(1.0)
     close(before)
-    after = Ledger(TERMS, CHARTER, 100.0, records, [replace(own("a", 2), previous=before.closed[0].key)])
+    after = Ledger(TERMS, RUN_CONFIG, 100.0, records, [replace(own("a", 2), previous=before.closed[0].key)])
     assert (after.seq, after.closed, close(after, 101.9)) == (1, before.closed, [])
     come(after, "b", now=101.0)
     offer(after, own("b", 2), now=101.9)
     assert close(after, 101.9) == ["ab"]
     first, second, *_ = RECORDS
-    for damaged in ([second], [first, replace(second, previous=CHARTER)], [first, first]):
+    for damaged in ([second], [first, replace(second, previous=RUN_CONFIG)], [first, first]):
         with pytest.raises(AgreementError, match="does not follow on"):
-            Ledger(TERMS, CHARTER, 0.0, damaged)
+            Ledger(TERMS, RUN_CONFIG, 0.0, damaged)
 
 
-def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_anchor_and_never_begins_afresh() -> None:
+def test_a_joiner_gets_the_state_of_who_has_applied_most_or_the_snapshot_and_never_begins_afresh() -> None:
     made = ledger("abc")
     for each in RECORDS[:2]:
         made.append(each)
     for site, applied in (("a", 1), ("b", 2), ("c", 0)):
-        beat(made, site, 1.0, applied=applied)
+        heartbeat(made, site, 1.0, applied=applied)
     assert made.source("joiner", 2.0) == "b"
     assert made.source("joiner", 2.0, without=["b"]) == "a"
     assert made.source("joiner", 50.0) is None
-    made = Ledger(TERMS, CHARTER, 0.0, RECORDS[:10], anchors=[anchor()])
-    assert (made.source("joiner", 50.0), made.kept) == (anchor(), (1,))
-    made.anchors.add(anchor(*RECORDS[:10]))
-    assert made.source("joiner", 50.0) == anchor(), "nobody has said yet that the new one is right"
+    made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:10], snapshots=[snapshot()])
+    assert (made.source("joiner", 50.0), made.kept) == (snapshot(), (1,))
+    made.snapshots.add(snapshot(*RECORDS[:10]))
+    assert made.source("joiner", 50.0) == snapshot(), "nobody has said yet that the new one is right"
     for each in RECORDS[10:]:
         made.append(each)
-    assert made.anchors.headers == [anchor(*RECORDS[:10])]
+    assert made.snapshots.headers == [snapshot(*RECORDS[:10])]
     assert made.kept == (11,), "payloads since are kept"
-    made = Ledger(TERMS, CHARTER, 0.0, RECORDS[:1], anchors=[anchor(), anchor(*RECORDS[:1], digest=8)])
+    made = Ledger(TERMS, RUN_CONFIG, 0.0, RECORDS[:1], snapshots=[snapshot(), snapshot(*RECORDS[:1], digest=8)])
     made.append(RECORDS[1])
-    assert made.anchors.headers == [anchor()], "the wrong one is dropped"
-    assert [made.anchors.is_due([ANCHOR_EVERY - before]) for before in (1, 0)] == [False, True]
+    assert made.snapshots.headers == [snapshot()], "the wrong one is dropped"
+    assert [made.snapshots.is_due([SNAPSHOT_EVERY - before]) for before in (1, 0)] == [False, True]
 
 
 def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_exact() -> None:
@@ -259,15 +261,17 @@ def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_e
         assert made.calls() == ([Call(0, 2, final=True)] if ends and not final else [])
 
 
-def test_a_run_is_founded_once_by_sites_with_one_charter() -> None:
-    charter = charter_of(1)
-    founding, first = Founding(2), Hello("run", "b", life(), charter.key, ())
-    founding.hello(first, charter)
+def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:
+    run_config = run_config_of(1)
+    founding, first = Founding(2), Hello("run", "b", incarnation(), run_config.key, ())
+    founding.hello(first, run_config)
     with pytest.raises(ValueError, match=r"settings\.mixing is 0\.6 here and 0\.5 there"):
-        founding.hello(replace(first, site="a"), replace(charter, settings={"mixing": "0.6"}))
+        founding.hello(replace(first, site="a"), replace(run_config, settings={"mixing": "0.6"}))
     assert (founding.missing, founding.founder) == (1, "b")
-    founding.hello(replace(first, site="a"), charter)
-    assert (founding.missing, founding.founder, founding.charter) == (0, "b", charter), "who comes later founds nothing"
+    founding.hello(replace(first, site="a"), run_config)
+    assert (founding.missing, founding.founder, founding.run_config) == (0, "b", run_config), (
+        "who comes later founds nothing"
+    )
     founding.gone("b")
     assert (founding.missing, founding.founder) == (1, "a")
 
@@ -325,15 +329,15 @@ def test_a_record_tells_how_late_each_contribution_came_and_the_seconds_of_a_ste
     # A step of a took half a second: 10 s for 20 of them.
     assert second.timings == (Timing("a", 2, 0.0, 0.5), Timing("c", 1, 4.0))
     assert Record.from_bytes(second.to_bytes()) == second
-    again = Ledger(TERMS, CHARTER, 1000.0, contributions=[own("a", steps=20)])
+    again = Ledger(TERMS, RUN_CONFIG, 1000.0, contributions=[own("a", steps=20)])
     come(again, "ab", now=1000.0)
     offer(again, own("b", steps=20), now=1001.0)
     (first,) = again.due(1001.0)
     assert (len(first.counted), first.timings) == (2, ()), "one came to an earlier start of the hub"
 
 
-def charter_of(quorum: int | ChosenQuorum) -> Charter:
-    return Charter("run", replace(TERMS, quorum=quorum), {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
+def run_config_of(quorum: int | ChosenQuorum) -> RunConfig:
+    return RunConfig("run", replace(TERMS, quorum=quorum), {"mixing": "0.5"}, ((("w", "(2,)"),),), ((),), {}, "5f")
 
 
 @dataclass(frozen=True)
@@ -341,22 +345,22 @@ class WithATensor(Core):
     core: Any = object()
 
 
-def test_a_quorum_stands_in_the_charter_with_its_arguments_or_is_refused() -> None:
+def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() -> None:
     assert chosen(DynamicBackup(0.25)) == ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 0.25})
-    charter = charter_of(chosen(DynamicBackup(0.25)))
-    assert Charter.from_bytes(charter.to_bytes()) == charter
-    assert "terms.quorum.init_args.least is 0.25 here and missing there" in charter.differences(charter_of(2))
-    text = json.loads(charter_of(2).to_bytes())
+    run_config = run_config_of(chosen(DynamicBackup(0.25)))
+    assert RunConfig.from_bytes(run_config.to_bytes()) == run_config
+    assert "terms.quorum.init_args.least is 0.25 here and missing there" in run_config.differences(run_config_of(2))
+    text = json.loads(run_config_of(2).to_bytes())
     values = ["DynamicBackup", {"class_path": "os"}, {"class_path": "a b.c", "init_args": {}}, {"class_path": "a.b"}]
     for value in (0, *values):
         text["terms"]["quorum"] = value
         with pytest.raises(Malformed, match="quorum"):
-            Charter.from_bytes(json.dumps(text).encode())
+            RunConfig.from_bytes(json.dumps(text).encode())
     made: Any = type("Made", (Core,), {"__module__": "__main__"})
     for quorum, words in (
         (lambda: 0, "quorum=0 is out of range: it must be at least 1"),
         (lambda: 0.5, "neither a number of sites nor a Quorum"),
-        (WithATensor, "arguments that cannot stand in the charter"),
+        (WithATensor, "arguments that cannot stand in the run config"),
         (made, "of a class that the hub cannot import: __main__.Made"),
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):
@@ -364,7 +368,7 @@ def test_a_quorum_stands_in_the_charter_with_its_arguments_or_is_refused() -> No
             Federation("hub:1", "run", "a", insecure=True, quorum=quorum())
 
 
-def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_charter() -> None:
+def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with_that_of_the_run_config() -> None:
     hub = InProcessHub("run", 1)
     named = partial(built_in, named=CORE.class_path)
     careful, allowed = (Coordinator("run", hub.journal, hub.store, 1, find_quorum=find) for find in (built_in, named))
@@ -374,7 +378,7 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
         (ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 2.0}), "least=2.0 is out of range"),
     ):
         with pytest.raises(Refused, match=words):
-            careful.agree("a", charter_of(quorum))
+            careful.agree("a", run_config_of(quorum))
     for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "no Quorum")):
         with pytest.raises(ValueError, match=words):
             imported(path)
@@ -384,8 +388,8 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
         (allowed, BACKUP, DynamicBackup()),
         (allowed, CORE, core),
     ):
-        assert own.agree("a", charter_of(quorum)) == charter_of(quorum)
-        hub.journal.note({"charter": charter_of(quorum).to_bytes()})
+        assert own.agree("a", run_config_of(quorum)) == run_config_of(quorum)
+        hub.journal.note({"run_config": run_config_of(quorum).to_bytes()})
         assert Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum == made
     with pytest.raises(ValueError, match="cannot be had here"):
         Coordinator("run", hub.journal, hub.store)
@@ -400,7 +404,7 @@ def launched(made: Follower, step: int, digest: int = DIGEST, **about: Any) -> C
 
 def follower(steps: int = 0, flies: bool = False) -> Follower:
     """One that has founded a run, reaches the hub, has trained, and may have launched that and trained on."""
-    made = Follower(TERMS, CHARTER, "a", life())
+    made = Follower(TERMS, RUN_CONFIG, "a", incarnation())
     made.found([DIGEST])
     made.reachable = True
     train(made, steps)
@@ -417,7 +421,7 @@ def train(made: Follower, steps: int) -> None:
 
 def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint() -> None:
     with pytest.raises(ValueError, match="checkpoint was damaged"):
-        Follower(TERMS, CHARTER, "a", life(2)).load_state_dict(follower().state_dict(), [DIGEST + 1])
+        Follower(TERMS, RUN_CONFIG, "a", incarnation(2)).load_state_dict(follower().state_dict(), [DIGEST + 1])
     made = follower(20)
     sent = launched(made, 20, finite=False, norm_squared=float("nan"))
     assert sent is not None
@@ -465,7 +469,7 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
     for each in (RECORDS[1], RECORDS[0], RECORDS[1]):
         made.learn(each)
     assert made.due(0) == [RECORDS[0]]
-    for other in (replace(RECORDS[2], previous=CHARTER), replace(RECORDS[1], final=True)):
+    for other in (replace(RECORDS[2], previous=RUN_CONFIG), replace(RECORDS[1], final=True)):
         with pytest.raises(AgreementError, match="histories have parted"):
             made.learn(other)
     for each in RECORDS[:3]:
@@ -487,17 +491,17 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
 
 
 def test_a_state_is_verified_against_the_records() -> None:
-    made = Follower(TERMS, CHARTER, "a", life())
+    made = Follower(TERMS, RUN_CONFIG, "a", incarnation())
     made.welcome(Welcome((RECORDS[11].position,), (5,)))
     for each in RECORDS[:12]:
         made.learn(each)
     for offered, came, why in (
-        (anchor(*RECORDS[:10]), 8, "damaged"),
-        (anchor(*RECORDS[:10], digest=8), 8, "not what the others hold"),
-        (anchor(*RECORDS[:3]), DIGEST, "what follows is gone"),
-        (StateHeader((Position(10, CHARTER),), (DIGEST,)), DIGEST, "another history"),
+        (snapshot(*RECORDS[:10]), 8, "damaged"),
+        (snapshot(*RECORDS[:10], digest=8), 8, "not what the others hold"),
+        (snapshot(*RECORDS[:3]), DIGEST, "what follows is gone"),
+        (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "another history"),
     ):
         with pytest.raises(Refused, match=why):
             made.adopt(offered, [came])
-    assert made.adopt(anchor(*RECORDS[:10]), [DIGEST]) == {0: MergeAction.TAKE}
+    assert made.adopt(snapshot(*RECORDS[:10]), [DIGEST]) == {0: MergeAction.TAKE}
     assert made.due(0) == [RECORDS[10]]

@@ -1,4 +1,4 @@
-"""Records, messages and charters as text: what goes out comes back, and anything else is refused."""
+"""Records, messages and run configs as text: what goes out comes back, and anything else is refused."""
 
 import json
 import re
@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed
-from lightning_sdiloco.federation.charter import Charter, Terms
 from lightning_sdiloco.federation.codec import decoded, plain
 from lightning_sdiloco.federation.messages import (
-    Beat,
     Call,
     Contribution,
+    Heartbeat,
     Hello,
     LeftOut,
     Payload,
@@ -26,6 +25,7 @@ from lightning_sdiloco.federation.messages import (
     Timing,
     Welcome,
 )
+from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 KEYS = st.text("0123456789abcdef", min_size=64, max_size=64)
 LIVES = st.text("0123456789abcdef", min_size=16, max_size=16)
@@ -37,7 +37,7 @@ PAYLOADS = st.lists(st.builds(Payload, KEYS, WHOLE), max_size=2).map(tuple)
 OWN = Contribution(1, 5, "site-a", "ab" * 8, "ef" * 32, 100, -7, (Payload("cd" * 32, 40),))
 RECORD = Record(9, 1, 5, "ef" * 32, (OWN, replace(OWN, site="site-b")))
 TERMS = Terms(fragments=2, sync_every=100, overlap_steps=5, grace=2.0)
-CHARTER = Charter(
+RUN_CONFIG = RunConfig(
     "llm", TERMS, {"mixing": "0.5"}, ((("w", "(2,)"), ("b", "(1,)")), ()), ((3,), ()), {"torch": "2.6"}, "5f"
 )
 
@@ -62,7 +62,7 @@ MESSAGES = st.one_of(
     st.builds(Hello, NAMES, NAMES, LIVES, KEYS, st.tuples(POSITIONS)),
     st.builds(Call, SMALL, ROUNDS, st.booleans()),
     st.builds(Welcome, st.tuples(POSITIONS), st.tuples(st.integers(1, 9)), STANDING),
-    st.builds(Beat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
+    st.builds(Heartbeat, NAMES, LIVES, st.booleans(), st.tuples(WHOLE)),
     st.builds(StateHeader, st.tuples(POSITIONS), st.tuples(DIGESTS)),
 )
 
@@ -72,11 +72,11 @@ MESSAGES = st.one_of(
 def test_texts_come_back_as_they_were_and_changed_bits_and_garbage_are_refused(
     record: Record, message: Any, at: int, bit: int, garbage: bytes
 ) -> None:
-    for one in (record, message, *record.counted, CHARTER):
+    for one in (record, message, *record.counted, RUN_CONFIG):
         assert type(one).from_bytes(one.to_bytes()) == one
     data = bytearray(record.to_bytes())
     data[at % len(data)] ^= 1 << bit
-    for kind in (Record, Contribution, Hello, Beat, Call, Welcome, StateHeader, Charter):
+    for kind in (Record, Contribution, Hello, Heartbeat, Call, Welcome, StateHeader, RunConfig):
         for text in (bytes(data), garbage)[kind is not Record :]:
             with pytest.raises(Malformed):
                 kind.from_bytes(text)
@@ -88,7 +88,7 @@ def test_what_makes_no_message_is_refused_by_its_name() -> None:
         (OWN, "fragment", (True, -1)),
         (OWN, "round", (1.0, 2**63)),
         (OWN, "site", ("../../etc", "a\n", "a" * 64)),
-        (OWN, "life", ("AB" * 8,)),
+        (OWN, "incarnation", ("AB" * 8,)),
         (OWN, "weight", ("100",)),
         (OWN, "digest", (None,)),
         (OWN, "payloads", ([["cd" * 32]], [["cd" * 32, -1]], {})),
@@ -128,9 +128,9 @@ def test_the_key_of_a_record_depends_on_all_that_it_says_and_what_need_not_be_sa
     assert Contribution.from_bytes(replace(OWN, weight=0, exact=True).to_bytes()).reason == ""
 
 
-def test_another_charter_is_refused_with_what_differs() -> None:
+def test_another_run_config_is_refused_with_what_differs() -> None:
     with pytest.raises(Malformed):
-        Charter.from_bytes(CHARTER.to_bytes().replace(b'"0.5"', b'"0.6"'))
+        RunConfig.from_bytes(RUN_CONFIG.to_bytes().replace(b'"0.5"', b'"0.6"'))
     changes: dict[str, dict[str, Any]] = {
         "terms.sync_every is 50 here and 100 there": {"terms": replace(TERMS, sync_every=50)},
         "settings.mixing is missing here and 0.5 there": {"settings": {}},
@@ -141,9 +141,9 @@ def test_another_charter_is_refused_with_what_differs() -> None:
         "run is other here and llm there": {"run": "other"},
     }
     for named, change in changes.items():
-        other = replace(CHARTER, **change)
-        assert other.key != CHARTER.key
+        other = replace(RUN_CONFIG, **change)
+        assert other.key != RUN_CONFIG.key
         with pytest.raises(ValueError, match=re.escape(named)):
-            other.require_same(CHARTER)
+            other.require_same(RUN_CONFIG)
     with pytest.raises(ValueError, match=r"fragments\[1\] does not name its parameters once each"):
-        replace(CHARTER, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
+        replace(RUN_CONFIG, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))

@@ -117,7 +117,7 @@ class Run:
         self.held: dict[int, list[int]] = {}
 
     def train(self, steps: int, *only: int) -> None:
-        """These sites make inner steps, or all; the others give signs of life."""
+        """These sites make inner steps, or all; the others give heartbeats."""
         running = [own for index, own in self.sites.items() if not only or index in only]
         train(running, steps, [own for own in self.sites.values() if own not in running])
         self.made.update(dict.fromkeys([own.index for own in running], steps))
@@ -129,7 +129,7 @@ class Run:
             self.held[index] = [own.steps for own in site.fragments]
 
     def again(self, index: int, state: dict[str, Any] | None, joins: bool = True) -> Site:
-        """Starts another life, from a checkpoint or from nothing. What it no longer holds is lost."""
+        """Starts another incarnation, from a checkpoint or from nothing. What it no longer holds is lost."""
         # Who comes with nothing has the parameters of the founding, and waits for no donor.
         again = Site(self.hub, index, mlp(0 if state is None else 5), **self.choices)
         if state is not None:
@@ -238,7 +238,7 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
 
 
 @pytest.mark.parametrize(("late", "has_checkpoint"), [("carry", True), ("drop", True), ("carry", False)])
-def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_launch(
+def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_next_launch(
     late: str, has_checkpoint: bool
 ) -> None:
     run = Run(2, **ONE_FRAGMENT, late=late)
@@ -249,7 +249,7 @@ def test_what_a_new_life_trains_while_the_round_is_open_counts_with_its_next_lau
     run.die(0)
     again = run.again(0, state if has_checkpoint else None)
     before, was = again.local(), again.outer()[0].clone()
-    assert torch.equal(before, was[: len(before)]), "what its earlier life has trained is in the round"
+    assert torch.equal(before, was[: len(before)]), "what its earlier incarnation has trained is in the round"
     assert run.pending(0) == 0
     run.train(10, 0)
     assert run.hub.records() == []
@@ -284,7 +284,7 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
     def alone(ranks: list[Site], steps: int) -> None:
         for _ in range(steps):
             hub.passes(STEP)
-            other.connection.beat(other.world.follower)
+            other.connection.heartbeat(other.world.follower)
             at_once(lambda rank: (rank.train(samples=1), rank.engine.land_due()), ranks)
 
     site, other = started(0), Site(hub, 1, **ONE_FRAGMENT)
@@ -305,7 +305,7 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
     hear(again)
     at_once(lambda rank: list(rank.engine.land_due()), again)
     (first,) = hub.records()
-    assert [own.launch for own in first.counted] == [(1, site[0].world.follower.life)]
+    assert [own.launch for own in first.counted] == [(1, site[0].world.follower.incarnation)]
     assert [(rank.fragments[0].applied.round, rank.fragments[0].samples) for rank in again] == [(1, 10)] * 2
     assert torch.equal(again[0].local(), again[1].local())
 
@@ -355,7 +355,7 @@ def slow(site: Site, waits: int) -> Site:
 
 
 def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -> None:
-    """Cut off before, it would train on alone, and drop all that where its earlier life counts."""
+    """Cut off before, it would train on alone, and drop all that where its earlier incarnation counts."""
     choices = {**ONE_FRAGMENT, "grace": 1.0}
     sites = founded(2, **choices)
     train(sites, 9)
@@ -565,7 +565,7 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
         assert [record.final for record in records] == [False] * (len(own) - 1) + [True]
 
 
-def test_a_run_that_ends_by_its_charter_sends_its_last_round_alone_in_float32() -> None:
+def test_a_run_that_ends_by_its_run_config_sends_its_last_round_alone_in_float32() -> None:
     sites = founded(2, rounds=2, **CHOICES)
     train(sites, 15)
     over(sites, [[ROUNDED, LAST]] * 4)

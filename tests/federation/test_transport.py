@@ -97,7 +97,7 @@ def channel_to(port: int, authority: bytes, *own: bytes) -> Any:
 
 
 def ping(channel: Any, message: bytes | None = None) -> Any:
-    who = {"run": RUN, "role": "site", "name": "site-a", "life": "1", "protocol": PROTOCOL}
+    who = {"run": RUN, "role": "site", "name": "site-a", "incarnation": "1", "protocol": PROTOCOL}
     message = pack({"from": who, "call": "ping"}) if message is None else message
     return channel.unary_unary("/sdiloco.Hub/call")(message, timeout=5)
 
@@ -158,7 +158,7 @@ def test_garbage(served: Served, keys: Path) -> None:
             stranger.sendall(words[number % len(words)] + os.urandom(number * 20))
     # Behind a certificate.
     own = load(keys, "site-a")
-    headers = ({}, {"from": 1}, {"from": {"run": RUN}}, {"from": {"run": 1, "role": 2, "name": 3, "life": 4}})
+    headers = ({}, {"from": 1}, {"from": {"run": RUN}}, {"from": {"run": 1, "role": 2, "name": 3, "incarnation": 4}})
     with channel_to(served.port, own.authority, own.key, own.certificate) as channel:
         for message in (*map(os.urandom, range(50)), *map(pack, headers)):
             assert refusal(lambda message=message: ping(channel, message)) == "INVALID_ARGUMENT"
@@ -174,7 +174,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     for claim in ({"name": "site-b"}, {"role": "operator"}, {"name": "boss", "role": "operator"}):
         with pytest.raises(Denied, match="certificate of site 'site-a' does not speak for"):
             claiming(served, **claim).call("ping")
-    # Nor in what it says, nor in its signs of life.
+    # Nor in what it says, nor in its heartbeats.
     site, about = served.client("site-a"), {"site": "site-b"}
     for say in (
         lambda: site.send(b"payload", about),
@@ -312,10 +312,10 @@ def quickly(call: Callable[[], object], seconds: float = 1.0) -> None:
     assert time.monotonic() - began < seconds
 
 
-def test_a_later_life_of_a_site_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
+def test_a_later_incarnation_of_a_site_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
     hub: Served,
 ) -> None:
-    with pytest.raises(Refused, match="another charter"):
+    with pytest.raises(Refused, match="another run config"):
         next(hub.client("site-a").events(lambda: {"refused": True}))
     with pytest.raises(Malformed):
         next(hub.client("site-a").events(lambda: [1]))  # type: ignore[arg-type,return-value]
@@ -342,11 +342,11 @@ def test_a_later_life_of_a_site_takes_the_place_of_an_earlier_one_and_events_rea
     assert next(watching["site-b"]) == Event("call", {"round": 3})
     for events in watching.values():
         assert next(events) == Event("payload", {"round": 3}, b"bytes")
-    until(lambda: "beat site-a" in hub.handler.seen)
+    until(lambda: "heartbeat site-a" in hub.handler.seen)
     # Nobody took the place of the later one.
-    assert f"gone site-a {earlier.life[:2]}" not in hub.handler.seen
+    assert f"gone site-a {earlier.incarnation[:2]}" not in hub.handler.seen
     later.close()
-    until(lambda: f"gone site-a {later.life[:2]}" in hub.handler.seen)
+    until(lambda: f"gone site-a {later.incarnation[:2]}" in hub.handler.seen)
     quickly(lambda: later.call("ping"))
 
 

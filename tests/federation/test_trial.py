@@ -95,7 +95,7 @@ MUTANTS: list[tuple[str, int, Any, str, Any]] = [
     ("what does not count is mixed and dropped", 1, Progress, "landing", dropping),
     ("training waits until its flight has landed", 1, Follower, "waits", waits),
     ("a state carries all that is held", 2, Progress, "passed", lambda self, round, site: MergeAction.CARRY),
-    ("a new life hears of no launch", 19, Progress, "meet", lambda self, standing: False),
+    ("a new incarnation hears of no launch", 19, Progress, "meet", lambda self, standing: False),
     ("what is not held is taken", 19, Progress, "_is_apart", lambda self, mine: False),
     ("nobody answers a call", 1, Follower, "hear", lambda self, call: None),
     ("a site launches with a single step", 1, Progress, "launches", eager),

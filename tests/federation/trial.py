@@ -23,23 +23,22 @@ import numpy as np
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation import coordinator, ledger
-from lightning_sdiloco.federation.charter import RETENTION, ChosenQuorum, Terms
 from lightning_sdiloco.federation.codec import encoded, key_of, plain
 from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Ledger
 from lightning_sdiloco.federation.messages import (
-    Anchor,
-    Beat,
     Call,
     Contribution,
     Event,
+    Heartbeat,
     Hello,
     Payload,
     Position,
     Record,
     Recorded,
+    Snapshot,
     StateArrived,
     StateHeader,
     StateOffered,
@@ -48,9 +47,10 @@ from lightning_sdiloco.federation.messages import (
     Welcome,
     said_in,
 )
+from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum, Terms
 from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import HubError, Missing
-from tests.federation.scripted import RUN, Part, ScriptedSite, Values, charter, first_values
+from tests.federation.scripted import RUN, Part, ScriptedSite, Values, first_values, run_config
 
 FAULTS = (
     *("kill",) * 3,
@@ -98,16 +98,16 @@ class Process:
 
 
 class Connection:
-    """What a life of a site says goes over the network of its world."""
+    """What an incarnation of a site says goes over the network of its world."""
 
-    def __init__(self, machine: "Site", life: str) -> None:
-        self._machine, self.site, self.life = machine, machine.name, life
+    def __init__(self, machine: "Site", incarnation: str) -> None:
+        self._machine, self.site, self.incarnation = machine, machine.name, incarnation
 
     def hello(self, follower: Follower) -> None:
         self._machine.world.send(self._machine, "hello", follower.hello(RUN))
 
-    def beat(self, follower: Follower) -> None:
-        self._machine.world.send(self._machine, "beat", follower.beat())
+    def heartbeat(self, follower: Follower) -> None:
+        self._machine.world.send(self._machine, "heartbeat", follower.heartbeat())
 
     def __getattr__(self, what: str) -> Callable[..., None]:
         return partial(self._machine.world.send, self._machine, what)
@@ -121,7 +121,7 @@ class Site(ScriptedSite, Process):
         self.world, self.name, self.speed, self.samples = world, name, speed, samples
         self.alive = self.cut_up = self.cut_down = self.gone_for_good = False
         self.checkpoints: list[Any] = []
-        self.lives = self.turns = 0
+        self.incarnations = self.turns = 0
         self.calm_since = 0.0
 
     # Lives
@@ -129,11 +129,17 @@ class Site(ScriptedSite, Process):
     def start(self) -> None:
         if self.alive or self.gone_for_good:
             return
-        world, self.lives = self.world, self.lives + 1
-        life = f"{int(self.name[1:]):04x}{self.lives:012x}"
-        first = [first_values(p, world.charter.key) for p in range(world.terms.fragments)]
-        ScriptedSite.__init__(self, Connection(self, life), world.charter, first, world.late)
-        self.life, self.alive, self.stopped, self.was_wrong, self.does_wrong = life, True, False, False, False
+        world, self.incarnations = self.world, self.incarnations + 1
+        incarnation = f"{int(self.name[1:]):04x}{self.incarnations:012x}"
+        first = [first_values(p, world.run_config.key) for p in range(world.terms.fragments)]
+        ScriptedSite.__init__(self, Connection(self, incarnation), world.run_config, first, world.late)
+        self.incarnation, self.alive, self.stopped, self.was_wrong, self.does_wrong = (
+            incarnation,
+            True,
+            False,
+            False,
+            False,
+        )
         self.finishing = self.broken = self.waits = self.misled = self.forgot = False
         self.joined = not world.sites_join
         self.heard_at = self.waited_since = self.calm_since = world.now
@@ -142,7 +148,7 @@ class Site(ScriptedSite, Process):
             self.checkpoints.pop()
         self.connection.hello(self.follower)
         self.trains_in(self.speed)
-        world.after(BEAT, self.beat, life)
+        world.after(BEAT, self.heartbeat, incarnation)
 
     def die(self) -> None:
         if self.alive:
@@ -184,8 +190,8 @@ class Site(ScriptedSite, Process):
 
     # What it hears
 
-    def beat(self, life: str) -> None:
-        if not self.alive or life != self.life:
+    def heartbeat(self, incarnation: str) -> None:
+        if not self.alive or incarnation != self.incarnation:
             return
         if not self.stopped:
             if self.world.now - self.heard_at > UNHEARD:
@@ -199,11 +205,11 @@ class Site(ScriptedSite, Process):
                     self.contribute(own)
             self.asks()
             self.world.judge.weighs(self)
-        self.world.after(BEAT, self.beat, life)
+        self.world.after(BEAT, self.heartbeat, incarnation)
 
     def takes(self, *message: Any) -> None:
-        life, *events = message
-        if life != self.life:
+        incarnation, *events = message
+        if incarnation != self.incarnation:
             return
         self.heard_at = self.world.now
         try:
@@ -336,8 +342,8 @@ class Disk:
     def without_the_last(self, number: int, steps: dict[Contribution, "Sent"]) -> "Disk":
         """What a backup of a while ago holds."""
         backup, notes = Disk(self.store, is_real=False), self.journal.notes()
-        oldest = min(name for name in notes if name.startswith("anchor/"))
-        backup.journal.note({name: notes[name] for name in ("charter", oldest)})
+        oldest = min(name for name in notes if name.startswith("snapshot/"))
+        backup.journal.note({name: notes[name] for name in ("run_config", oldest)})
         for seq, text in self.journal.read():
             if seq <= self.journal.last - number:
                 backup.journal.append(seq, text)
@@ -365,8 +371,8 @@ class Hub(Process):
         super().__init__()
         self.world, self.disk, self.started = world, disk, world.now
         self.sessions: dict[str, str] = {}
-        # For the judge: when a site has beaten, which life, whether it follows, and what it has applied.
-        self.beats: dict[str, tuple[float, str, bool, tuple[int, ...]]] = {}
+        # For the judge: when a site has beaten, which incarnation, whether it follows, and what it has applied.
+        self.heartbeats: dict[str, tuple[float, str, bool, tuple[int, ...]]] = {}
         self.overdue: dict[int, int] = defaultdict(int)
         disk.journal.hub = self
         self.coordinator = Coordinator(RUN, disk.journal, disk.store, clock=lambda: world.now)
@@ -380,9 +386,9 @@ class Hub(Process):
 
     def tell(self, event: Event, to: Any = None) -> None:
         self.world.judge.counts["nobody has a state"] += b"nobody has a state" in event.body
-        for site, life in self.sessions.items():
+        for site, incarnation in self.sessions.items():
             if to is None or site in to:
-                self.world.tell(site, life, event)
+                self.world.tell(site, incarnation, event)
 
     def ticks(self) -> None:
         if not self.alive:
@@ -401,54 +407,54 @@ class Hub(Process):
             self.coordinator.tick()
 
     def takes(self, *message: Any) -> None:
-        site, life, what, arguments = message
+        site, incarnation, what, arguments = message
         try:
-            getattr(self, f"on_{what}")(site, life, *arguments)
+            getattr(self, f"on_{what}")(site, incarnation, *arguments)
         except (Refused, HubError) as error:
-            self.world.tell(site, life, Event("refused", {}, str(error).encode()))
+            self.world.tell(site, incarnation, Event("refused", {}, str(error).encode()))
         self.close()
 
-    def on_hello(self, site: str, life: str, hello: Hello) -> None:
-        told = list(self.coordinator.hello(Peer("site", site, life), {"hello": plain(hello)}))
-        self.sessions[site] = life
-        _, before, follows, _ = self.beats.get(site, (0, "", False, ()))
+    def on_hello(self, site: str, incarnation: str, hello: Hello) -> None:
+        told = list(self.coordinator.hello(Peer("site", site, incarnation), {"hello": plain(hello)}))
+        self.sessions[site] = incarnation
+        _, before, follows, _ = self.heartbeats.get(site, (0, "", False, ()))
         applied = tuple(own.round for own in hello.applied)
-        self.beats[site] = (self.world.now, life, follows and before == life, applied)
+        self.heartbeats[site] = (self.world.now, incarnation, follows and before == incarnation, applied)
         # Who hears from a hub that does not know all may lose what it trains until it hears from another one.
         self.world.sites[site].misled |= self is not self.world.hub or not self.disk.is_real
-        self.world.tell(site, life, *(event for event in told if event.kind != "record"))
-        self.world.tell(site, life, *(event for event in told if event.kind == "record"), reliably=True)
+        self.world.tell(site, incarnation, *(event for event in told if event.kind != "record"))
+        self.world.tell(site, incarnation, *(event for event in told if event.kind == "record"), reliably=True)
 
-    def on_beat(self, site: str, life: str, beat: Beat) -> None:
-        self.coordinator.beat(Peer("site", site, life), {"beat": plain(beat)})
-        self.beats[site] = (self.world.now, life, beat.follows, beat.applied)
-        self.world.tell(site, life, Event("heard", {}))
+    def on_heartbeat(self, site: str, incarnation: str, heartbeat: Heartbeat) -> None:
+        self.coordinator.heartbeat(Peer("site", site, incarnation), {"heartbeat": plain(heartbeat)})
+        self.heartbeats[site] = (self.world.now, incarnation, heartbeat.follows, heartbeat.applied)
+        self.world.tell(site, incarnation, Event("heard", {}))
 
-    def on_contribute(self, site: str, life: str, own: Contribution, blobs: dict[str, bytes]) -> None:
+    def on_contribute(self, site: str, incarnation: str, own: Contribution, blobs: dict[str, bytes]) -> None:
         for blob in blobs.values():
             about = {"kind": "payload"}
-            self.coordinator.admit(Peer("site", site, life), about, key_of(blob), len(blob))
-            self.coordinator.stored(Peer("site", site, life), about, self.disk.store.put(blob), len(blob))
-        if self.coordinator.contribute(own, life) == "open":
+            self.coordinator.admit(Peer("site", site, incarnation), about, key_of(blob), len(blob))
+            self.coordinator.stored(Peer("site", site, incarnation), about, self.disk.store.put(blob), len(blob))
+        if self.coordinator.contribute(own, incarnation) == "open":
             self.acknowledged[own.fragment, own.site] = own
-            if own.life == life:
-                # A launch of this life: it follows.
-                at, before, _, applied = self.beats[site]
-                self.beats[site] = (at, before, True, applied)
+            if own.incarnation == incarnation:
+                # A launch of this incarnation: it follows.
+                at, before, _, applied = self.heartbeats[site]
+                self.heartbeats[site] = (at, before, True, applied)
 
-    def on_skip(self, site: str, life: str, call: Call) -> None:
-        self.coordinator.call(Peer("site", site, life), "skip", {}, call.to_bytes())
+    def on_skip(self, site: str, incarnation: str, call: Call) -> None:
+        self.coordinator.call(Peer("site", site, incarnation), "skip", {}, call.to_bytes())
 
-    def on_leave(self, site: str, life: str) -> None:
-        self.coordinator.gone(Peer("site", site, life))
+    def on_leave(self, site: str, incarnation: str) -> None:
+        self.coordinator.gone(Peer("site", site, incarnation))
         if site not in self.ledger.members:
-            self.beats.pop(site, None)
+            self.heartbeats.pop(site, None)
             self.sessions.pop(site, None)
 
-    def on_ask(self, site: str, life: str, without: tuple[str, ...]) -> None:
-        self.coordinator.call(Peer("site", site, life), "state", {"without": list(without)}, b"")
+    def on_ask(self, site: str, incarnation: str, without: tuple[str, ...]) -> None:
+        self.coordinator.call(Peer("site", site, incarnation), "state", {"without": list(without)}, b"")
 
-    def on_give(self, site: str, life: str, request: str, header: StateHeader, parts: list[bytes]) -> None:
+    def on_give(self, site: str, incarnation: str, request: str, header: StateHeader, parts: list[bytes]) -> None:
         named = [Payload(self.disk.store.put(part), len(part)) for part in parts]
         self.coordinator.give(site, request, header, named)
 
@@ -473,14 +479,14 @@ class World:
         # Sites with a loop of their own may begin to train before the hub has let them in.
         self.sites_join = seed // 2 % 4 != 0
         self.late = MergeAction.DROP if seed // 16 % 2 else MergeAction.CARRY
-        self.charter = charter(self.terms)
+        self.run_config = run_config(self.terms)
         self.quiet_records: list[Record] | None = None
         self.disk = Disk(InMemoryStore())
-        first = [first_values(p, self.charter.key) for p in range(self.terms.fragments)]
+        first = [first_values(p, self.run_config.key) for p in range(self.terms.fragments)]
         parts = [(self.disk.store.put(blob), len(blob)) for blob in (pickle.dumps(tuple(own)) for own in first)]
-        header = StateHeader((Position(0, self.charter.key),) * len(first), tuple(own.digest for own in first))
-        anchor = encoded(plain(Anchor(header, tuple(Payload(*part) for part in parts))))
-        self.disk.journal.note({"charter": self.charter.to_bytes(), "anchor/000000": anchor})
+        header = StateHeader((Position(0, self.run_config.key),) * len(first), tuple(own.digest for own in first))
+        snapshot = encoded(plain(Snapshot(header, tuple(Payload(*part) for part in parts))))
+        self.disk.journal.note({"run_config": self.run_config.to_bytes(), "snapshot/000000": snapshot})
         self.hub = Hub(self, self.disk)
         speeds = [0.15, 0.15, 0.3, random.choice([0.15, 0.6])]
         self.sites = {f"s{i}": Site(self, f"s{i}", speed, random.choice([1, 2, 4])) for i, speed in enumerate(speeds)}
@@ -526,10 +532,10 @@ class World:
         delays = [] if site.cut_up else self.delays()
         site.broken |= not delays
         for delay in delays:
-            self.after(delay, self.hub.arrive, site.name, site.life, what, arguments)
+            self.after(delay, self.hub.arrive, site.name, site.incarnation, what, arguments)
 
-    def tell(self, name: str, life: str, *events: Event, reliably: bool = False) -> None:
-        """From the hub to a life of a site."""
+    def tell(self, name: str, incarnation: str, *events: Event, reliably: bool = False) -> None:
+        """From the hub to an incarnation of a site."""
         site = self.sites[name]
         if site.cut_down:
             return
@@ -543,7 +549,7 @@ class World:
         if site.alive:
             site.broken |= not delays
         for delay in delays:
-            self.after(delay, site.arrive, life, *events)
+            self.after(delay, site.arrive, incarnation, *events)
 
     # Faults
 
@@ -655,7 +661,7 @@ class World:
 
     def run(self) -> "Judge":
         """Runs all faults, then a quiet time in which everything has to be as it was, then the end of the run."""
-        patches = mock.patch.multiple(coordinator, **SHORT), mock.patch.object(ledger, "ANCHOR_EVERY", 20)
+        patches = mock.patch.multiple(coordinator, **SHORT), mock.patch.object(ledger, "SNAPSHOT_EVERY", 20)
         with patches[0], patches[1], mock.patch.object(Record, "from_bytes", lru_cache(1 << 12)(Record.from_bytes)):
             self.run_until(lambda: not self.left_faults)
             self.slow_until = self.share_not_finite = 0.0
@@ -738,7 +744,10 @@ class Judge:
             made = self.made.setdefault(record.key, new.digest)
             deny(made != new.digest, f"silent divergence: {where} made other values of the same record")
         if landing is MergeAction.MIX:
-            deny(not flight or not set(flight) <= counted, f"{where}: lost a flight that nobody counted")
+            mine = record.of(site.name)
+            # Who has trained nothing takes part in a round that was to be the last one.
+            nothing = not flight and (mine is None or mine.weight)
+            deny(nothing or not set(flight) <= counted, f"{where}: lost a flight that nobody counted")
         if landing is MergeAction.DROP:
             deny(not flight or counted & set(flight), f"{where}: drops what was counted, or nothing")
         if landing is MergeAction.CARRY:
@@ -755,10 +764,12 @@ class Judge:
             else:
                 self.loses(site, p, mine, where)
 
-    def begins_again(self, site: Site, p: int, life: str) -> None:
-        """Looks at what is dropped because an earlier life has launched it, before it is."""
-        launches = [own for own in self.sent if (own.fragment, own.site, own.life) == (p, site.name, life)]
-        self.loses(site, p, max(launches, key=lambda own: own.round), f"{site.name}, a new life")
+    def begins_again(self, site: Site, p: int, incarnation: str) -> None:
+        """Looks at what is dropped because an earlier incarnation has launched it, before it is."""
+        launches = [
+            own for own in self.sent if (own.fragment, own.site, own.incarnation) == (p, site.name, incarnation)
+        ]
+        self.loses(site, p, max(launches, key=lambda own: own.round), f"{site.name}, a new incarnation")
 
     def loses(self, site: Site, p: int, launch: Contribution, where: str) -> None:
         """What is dropped because a launch counts, and was trained after it, is not in it, and is lost."""
@@ -801,7 +812,7 @@ class Judge:
         now, lease, closed = hub.world.now, hub.world.terms.lease, hub.ledger.closed
         return [
             site
-            for site, (time, _, follows, applied) in hub.beats.items()
+            for site, (time, _, follows, applied) in hub.heartbeats.items()
             if follows
             and site in hub.ledger.members
             and time + lease > now

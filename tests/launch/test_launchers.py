@@ -243,7 +243,7 @@ def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_doe
     told = Told.of(tmp_path, "ab")
     assert examined(told, BATCH)["problems"] == []
     assert [note["site"] for note in told.hub if note["what"] == "hello"].count("a") == 2
-    assert len({life for note in told.records() for site, life, _ in note["counted"] if site == "a"}) == 2
+    assert len({incarnation for note in told.records() for site, incarnation, _ in note["counted"] if site == "a"}) == 2
     # It went on from what it had saved.
     (_, again), steps = training(), told.steps("a")
     before = max(note["step"] for note in steps if note["at"] < again["at"])

@@ -121,7 +121,7 @@ def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution
 @in_ranks(1)
 def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(rank: int) -> None:
     class Here(Federation):
-        def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> HubConnection:
+        def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
             return hub.connect("a")
 
     hub = InProcessHub("run", 1)

@@ -121,9 +121,9 @@ class Federation(World):
     def records(self) -> list[Record]:
         return [Record.from_bytes(text) for _, text in self.hub.coordinator.journal.read()]
 
-    def lives(self, site: str) -> int:
+    def incarnations(self, site: str) -> int:
         """How many starts of a site count."""
-        return len({own.life for record in self.records() if (own := record.of(site))})
+        return len({own.incarnation for record in self.records() if (own := record.of(site))})
 
     def counted(self, site: str, fragment: int) -> int:
         """How many samples of a site count."""
@@ -134,7 +134,7 @@ class Federation(World):
         deadline = time.monotonic() + 400.0
         while not holds():
             assert not self.dead(), f"{what}: { {name: self.said(name) for name in self.dead()} }"
-            assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.status()}"
+            assert time.monotonic() < deadline, f"{what} did not happen: {self.hub.coordinator.status()}"
             time.sleep(0.05)
 
     def ends(self, *names: str) -> list[dict[str, Any]]:
@@ -202,7 +202,7 @@ def test_a_torchrun_of_four_ranks_sends_as_much_as_a_site_of_one_and_starts_them
     there = federation.round("b")
     os.kill(max(children(agent.pid)), signal.SIGKILL)
     federation.until("the other one goes on", lambda: federation.round("b") >= there + 3)
-    federation.until("it counts again", lambda: federation.lives("a") == 2)
+    federation.until("it counts again", lambda: federation.incarnations("a") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends(*names)
     # All have applied the same records, and hold the same bits.
@@ -239,15 +239,15 @@ def test_of_sites_with_sharded_models_one_returns(federation: Federation) -> Non
     last = federation.folder / "b" / "last.ckpt"
     both = lambda: any(len(record.counted) == 2 for record in federation.records())  # noqa: E731
     federation.until("a checkpoint is there", lambda: both() and last.exists())
-    charter = federation.hub.coordinator.charter
+    run_config = federation.hub.coordinator.run_config
     for name in ("b", "b1"):
         federation.kill(name)
     federation.train("b", 2, is_sharded=True)
-    federation.until("it counts again", lambda: federation.lives("b") == 2)
+    federation.until("it counts again", lambda: federation.incarnations("b") == 2)
     federation.hub.coordinator.end()
     ends = federation.ends("a", "a1", "b", "b1")
-    assert federation.hub.coordinator.charter == charter
-    assert all(len(shards) == 2 for shards in charter.shards)
+    assert federation.hub.coordinator.run_config == run_config
+    assert all(len(shards) == 2 for shards in run_config.shards)
     assert len({(end["digest"], str(end["applied"])) for end in ends}) == 1
-    assert federation.lives("b") == 2
+    assert federation.incarnations("b") == 2
     assert ends[0]["report"]["bytes_sent"] == pytest.approx(ends[1]["report"]["bytes_sent"], rel=0.02)

@@ -44,7 +44,7 @@ class SimulatedFederation(Federation):
 
     connection: Any = field(default=None, repr=False, compare=False)
 
-    def connect(self, rank: int = 0, ranks: int = 1, life: str = "") -> Any:
+    def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> Any:
         return self.connection
 
 

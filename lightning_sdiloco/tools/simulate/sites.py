@@ -93,19 +93,19 @@ def play_sites(
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
-    lives = [_Life(places, count, hub, time, turns, site) for site in range(count)]
+    incarnations = [_Incarnation(places, count, hub, time, turns, site) for site in range(count)]
     with quiet():
-        lived = turns.run([partial(life.live, configuration, choices, stepped) for life in lives])
+        lived = turns.run([partial(incarnation.live, configuration, choices, stepped) for incarnation in incarnations])
     first = lived[0][1]
     assert first is not None
     records = [Record.from_bytes(data) for _, data in hub.journal.read()]
     terms = hub.coordinator.ledger.terms
     told = f"grace={terms.grace:g} s, lease={terms.lease:g} s, quorum={terms.quorum}"
-    sites = [life.told(group, records) for life, (group, _) in zip(lives, lived, strict=True)]
+    sites = [incarnation.told(group, records) for incarnation, (group, _) in zip(incarnations, lived, strict=True)]
     return FederatedRun(sites, first, records, told)
 
 
-class _Life:
+class _Incarnation:
     def __init__(
         self, places: Places, sites: int, hub: InProcessHub, time: VirtualTime, turns: Turns[Any], number: int
     ) -> None:

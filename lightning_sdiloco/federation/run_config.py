@@ -1,4 +1,4 @@
-"""The charter: what a run was founded on. Who brings another one is refused, and told what differs."""
+"""The run config: what a run was founded on. Who brings another one is refused, and told what differs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -18,14 +18,14 @@ from lightning_sdiloco.federation.codec import (
 )
 
 RETENTION = 8  # rounds for which payloads are kept; who is further behind needs a state
-ANCHOR_EVERY = 50  # rounds between two states that are left at the hub, so that the run survives the loss of all sites
+SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """Names a `Quorum`, as it stands in the charter: every hub of the run makes the same one of it."""
+    """Names a `Quorum`, as it stands in the run config: every hub of the run makes the same one of it."""
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Any]
@@ -82,7 +82,7 @@ Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 
 @dataclass(frozen=True)
-class Charter(Message):
+class RunConfig(Message):
     """Holds what must be the same at all sites, and stays the same as long as the run lasts."""
 
     run: Name
@@ -99,11 +99,11 @@ class Charter(Message):
     def __post_init__(self) -> None:
         for index, parameters in enumerate(self.fragments):
             if len(dict(parameters)) < len(parameters):
-                raise ValueError(f"charter.fragments[{index}] does not name its parameters once each")
+                raise ValueError(f"run_config.fragments[{index}] does not name its parameters once each")
 
     @cached_property
     def key(self) -> str:
-        """The key by which charters are told apart; the first record of every fragment names it."""
+        """The key by which run configs are told apart; the first record of every fragment names it."""
         return key_of(self.to_bytes())
 
     def summary(self) -> dict[str, Any]:
@@ -112,8 +112,8 @@ class Charter(Message):
         del own["shards"]
         return {**own, "parameters": sum(map(len, self.fragments))}
 
-    def differences(self, other: "Charter") -> list[str]:
-        """Names what differs from another charter, this one being "here": empty if nothing does."""
+    def differences(self, other: "RunConfig") -> list[str]:
+        """Names what differs from another run config, this one being "here": empty if nothing does."""
         ours, theirs = dict(_leaves(plain(self))), dict(_leaves(plain(other)))
         return [
             f"{name} is {ours.get(name, 'missing')} here and {theirs.get(name, 'missing')} there"
@@ -121,12 +121,12 @@ class Charter(Message):
             if ours.get(name) != theirs.get(name)
         ]
 
-    def require_same(self, other: "Charter") -> None:
-        """Refuses this charter, which a site has brought, where the run was founded on another one."""
+    def require_same(self, other: "RunConfig") -> None:
+        """Refuses this run config, which a site has brought, where the run was founded on another one."""
         if different := self.differences(other):
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise Refused(
-                f"This site cannot join the run {other.run!r}, which was founded on another charter:"
+                f"This site cannot join the run {other.run!r}, which was founded on another run config:"
                 f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model with the same settings"
                 " and versions. Start this one with those of the run."
             )
