@@ -16,6 +16,7 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import ErrorFeedback, Int2, RandomK, TopK
 from lightning_sdiloco.engine.flight import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
+from tests.bits import same_bits
 
 STEPS = 17
 GROUPS = 2
@@ -104,7 +105,7 @@ class Training:
 
 def same(one: list[list[Tensor]], other: list[list[Tensor]]) -> bool:
     return len(one) == len(other) and all(
-        torch.equal(a.view(torch.int32), b.view(torch.int32))  # so that values that are not finite are compared too
+        same_bits(a, b)  # so that values that are not finite are compared too
         for left, right in zip(one, other, strict=True)
         for a, b in zip(left, right, strict=True)
     )

@@ -64,12 +64,9 @@ def bytes_on_the_wire() -> tuple[int, int]:
 
     By the system's own counters of bytes and packets, without the packets' headers.
     """
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == "wire":
-            numbers = [int(number) for number in counters.split()]
-            return numbers[0] - _HEADERS * numbers[1], numbers[8] - _HEADERS * numbers[9]
-    raise LookupError("this process has no interface named wire")
+    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
+    (numbers,) = (list(map(int, counters)) for name, *counters in lines if name == "wire:")
+    return numbers[0] - _HEADERS * numbers[1], numbers[8] - _HEADERS * numbers[9]
 
 
 def retransmitted() -> int:

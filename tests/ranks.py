@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -146,7 +145,7 @@ def _run(
     timeout: float,
     expect_failure: bool,
 ) -> Any:
-    context = multiprocessing.get_context("fork")
+    context, reports = multiprocessing.get_context("fork"), dict[int, Report]()
     processes = [
         context.Process(target=_child, args=(target, rank, environment, folder, os.getpid()), name=f"rank {rank}")
         for rank, environment in enumerate(environments)
@@ -156,7 +155,17 @@ def _run(
             warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             for process in processes:
                 process.start()
-        reports = _wait(processes, folder, timeout, grace=timeout if expect_failure else GRACE)
+        running, deadline = dict(enumerate(processes)), time.monotonic() + timeout
+        while running and time.monotonic() < deadline:
+            # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming ready.
+            wait([process.sentinel for process in running.values()], timeout=0.05)
+            for rank in [rank for rank, process in running.items() if not process.is_alive()]:
+                path, code = folder / f"{rank}.pt", running.pop(rank).exitcode
+                # A death without a result is the cause of what the other ranks report, so it comes first.
+                died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
+                reports[rank] = torch.load(path, weights_only=False) if path.exists() else died
+                if reports[rank].error and sum(bool(report.error) for report in reports.values()) == 1:
+                    deadline = min(deadline, time.monotonic() + (timeout if expect_failure else GRACE))
     finally:
         # Whatever a rank started ends with it: it leads a process group, unless it does not yet.
         for process in (process for process in processes if process.pid is not None):
@@ -173,27 +182,8 @@ def _run(
     if unfinished:
         texts = "".join(f"\nrank {rank} failed:\n{text}" for rank, text in errors.items())
         raise TimeoutError(f"ranks {unfinished} did not finish within {timeout} s{texts}")
-    if expect_failure and not errors:
-        raise AssertionError("a failure was expected, and every rank succeeded")
+    assert errors or not expect_failure, "a failure was expected, and every rank succeeded"
     return errors if expect_failure else [reports[rank].value for rank in range(len(processes))]
-
-
-def _wait(processes: list[ForkProcess], folder: Path, timeout: float, grace: float) -> dict[int, Report]:
-    """The reports of the ranks that finished before the timeout, and before `grace` seconds after a failure."""
-    deadline = time.monotonic() + timeout
-    running = dict(enumerate(processes))
-    reports: dict[int, Report] = {}
-    while running and time.monotonic() < deadline:
-        # Short waits: a grandchild that outlives its rank keeps the sentinel from ever becoming ready.
-        wait([process.sentinel for process in running.values()], timeout=0.05)
-        for rank in [rank for rank, process in running.items() if not process.is_alive()]:
-            path, code = folder / f"{rank}.pt", running.pop(rank).exitcode
-            # A death without a result is the cause of what the other ranks report, so it comes first.
-            died = Report(0.0, error=f"rank {rank} ended without a result, exit code {code}")
-            reports[rank] = torch.load(path, weights_only=False) if path.exists() else died
-            if reports[rank].error and sum(bool(report.error) for report in reports.values()) == 1:
-                deadline = min(deadline, time.monotonic() + grace)
-    return reports
 
 
 # In the child.
@@ -209,7 +199,17 @@ def _child(
         if os.getppid() != parent:
             os._exit(1)
         restore_signals()
-        _prepare(rank, environment)
+        # What was inherited is never collected: to look at it would copy all its pages.
+        gc.freeze()
+        torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if environment:
+            replace_environment(environment)
+            # Lightning reads the rank from the environment on import, which the parent may have done.
+            if module := sys.modules.get("lightning_utilities.core.rank_zero"):
+                module.rank_zero_only.rank = rank
         try:
             report = Report(0.0, value=target(rank))
         except BaseException:
@@ -243,20 +243,6 @@ def restore_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
-
-
-def _prepare(rank: int, environment: Mapping[str, str]) -> None:
-    # What was inherited is never collected: to look at it would copy all its pages.
-    gc.freeze()
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if environment:
-        replace_environment(environment)
-        # Lightning reads the rank from the environment on import, which the parent may have done.
-        if module := sys.modules.get("lightning_utilities.core.rank_zero"):
-            module.rank_zero_only.rank = rank
 
 
 def replace_environment(environment: Mapping[str, str]) -> None:

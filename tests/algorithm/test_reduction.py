@@ -104,10 +104,8 @@ def test_a_fragment_without_values_sends_nothing_but_its_control_vector() -> Non
 def test_the_bytes_of_two_shots_are_those_of_the_parts() -> None:
     def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
         """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
-        choices = {**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices}
-        run = SimulatedGroups([mlp() for _ in range(groups)], **choices)
-        for _ in range(7):
-            run.step()
+        run = Groups(groups, "sgd", **{**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices})
+        run.until(7)
         reports = [engine.report() for engine in run.engines]
         assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
         assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
@@ -153,15 +151,18 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean() -> None:
 def test_what_a_group_has_not_sent_comes_later_in_two_shots_too() -> None:
     """From the memory of a group that trained on; and of one that does not count, what the second rounding lost."""
     top = TopK(0.5, Float32())
-    cases: list[tuple[Compression, list[list[float]], Any, list[list[float]]]] = [
-        (ErrorFeedback(top), [[8, 7, 2, 1]] * 3, (), [[8, 7, 0, 0], [8, 7, 2, 1]]),
+    cases: list[tuple[Compression, float, list[list[float]], Any, list[list[float]]]] = [
+        # Groups move once. What they have not sent goes exactly there, whatever the local parameters keep of it.
+        (ErrorFeedback(top), 0, [[8, 7, 2, 1]] * 3, (), [[8, 7, 0, 0]] + [[8, 7, 2, 1]] * 3),
+        (ErrorFeedback(top), 0.5, [[8, 7, 2, 1]] * 3, (), [[8, 7, 0, 0]] + [[8, 7, 2, 1]] * 3),
+        (top, 0, [[8, 7, 2, 1]] * 3, (), [[8, 7, 0, 0]] * 4),
         # Two values of each part come from a group, which loses nothing. Their mean has four, of which two go at once.
-        (top, [[8, 7, 0, 0], [0, 0, 2, 1], [0, 0, 0, 0]], [2], [[4, 3.5, 0, 0], [4, 3.5, 1, 0.5]]),
+        (top, 0, [[8, 7, 0, 0], [0, 0, 2, 1], [0, 0, 0, 0]], [2], [[4, 3.5, 0, 0], [4, 3.5, 1, 0.5]]),
     ]
-    for compression, progress, idle, expected in cases:
+    for compression, mixing, progress, idle, expected in cases:
         models = [nn.Linear(12, 1, bias=False) for _ in range(3)]
         nn.init.zeros_(models[0].weight)
-        choices: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "exchange": "two_shot"}
+        choices: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": mixing, "exchange": "two_shot"}
         run = SimulatedGroups(models, sync_every=1, overlap_steps=0, compression=compression, **choices)
         for model, own in zip(models, progress, strict=True):
             model.weight.data += torch.tensor(own * 3)

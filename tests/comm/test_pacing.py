@@ -135,10 +135,14 @@ def learned(
 
 
 def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
-    pace = Pace()
-    for delivered in (1e6, 2e6, 5e5):
-        pace.learn(Sent(nbytes=10**6, seconds=1.0, queued_s=0.014, lost=0.004, delivered=delivered))
-    assert pace.bytes_per_s is None, "what neither queues nor gets lost is never paced"
+    def paced(*messages: Sent) -> float | None:
+        pace = Pace()
+        for message in messages:
+            pace.learn(message)
+        return pace.bytes_per_s
+
+    # What neither queues nor gets lost is never paced.
+    assert paced(*(Sent(10**6, 1.0, queued_s=0.014, lost=0.004, delivered=rate) for rate in (1e6, 2e6, 5e5))) is None
     # A connection of a link with losses sends a share of what it might: paced below that, it would sink for good.
     assert all(learned(1e6, 0.97, lost=lost) > 1 for lost in (0.006, 0.02, 0.1))
     # A queue of others is there however fast messages leave.
@@ -152,15 +156,10 @@ def test_what_no_pace_prevents_does_not_slow_a_link_down() -> None:
     assert Sent.over([after.since(idle)]).seconds == pytest.approx(1.0)
     assert Sent.over([after.since(idle._replace(on_the_way=10))]).seconds == pytest.approx(1.2)
     # The end of a message after a loss is a third as fast as all of it.
-    pace = Pace()
-    pace.learn(Sent(nbytes=10**7, seconds=1.0, queued_s=0.09, lost=0.05, delivered=3e6))
-    assert pace.bytes_per_s == 1.25e7
+    assert paced(Sent(10**7, 1.0, queued_s=0.09, lost=0.05, delivered=3e6)) == 1.25e7
     # One that is through before it is at speed does not lower the pace for those of other fragments, which are longer.
-    pace = Pace()
-    pace.learn(Sent(nbytes=10**8, seconds=1.0, queued_s=0.1, lost=0.0, delivered=1e8))
-    for _ in range(5):
-        pace.learn(Sent(nbytes=10**7, seconds=0.4, queued_s=0.0, lost=0.0, delivered=3e7))
-    assert pace.bytes_per_s == 1.25e8
+    long, short = Sent(10**8, 1.0, 0.1, lost=0.0, delivered=1e8), Sent(10**7, 0.4, 0.0, lost=0.0, delivered=3e7)
+    assert paced(long, *[short] * 5) == 1.25e8
 
 
 @contextmanager

@@ -19,9 +19,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -379,19 +379,6 @@ def test_payloads_byte_by_byte() -> None:
 # --- sparse ----------------------------------------------------------------------------------------------------------
 
 
-def test_topk_sends_the_largest_of_every_block_exactly() -> None:
-    for numel in (1, 2, 3, 63, 4095, PLACES, 4097, CHUNK + 4097):
-        values = heavy_tailed(numel)
-        for share in (1e-6, 1 / 64, 0.03, 0.5, 1.0):
-            expected = torch.zeros(numel)
-            for start in range(0, numel, PLACES):
-                block = values[start : start + PLACES]
-                kept = math.ceil(round(share * len(block), 9))
-                largest = block.abs().argsort(descending=True)[: kept + kept % 2]
-                expected[start + largest] = block[largest]
-            assert same_bits(round_trip(TopK(share, Float32()), values), expected)
-
-
 def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ceiling() -> None:
     values = torch.ones(2 * PLACES)
     values[5], values[7], values[PLACES + 9], values[PLACES:] = 9.0, 4.0, 9.0, values[PLACES:] * 2
@@ -402,7 +389,7 @@ def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ce
     assert round_trip(Threshold(1 / 64, Float32(), least=3.5), values).count_nonzero() == 64
 
 
-def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_in_time_each_as_often() -> None:
+def test_chance_picks_one_of_so_many_values_the_same_in_one_step() -> None:
     for chance in (RandomK(7, Float32()), RandomBlock(7, Float32())):
         for numel in (1, 6, 7, 8, PLACES, CHUNK + 9):
             values = heavy_tailed(numel)
@@ -411,10 +398,6 @@ def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_in_time_eac
             assert torch.equal(decoded[picked], values[picked])
             of_each = picked // 7 if isinstance(chance, RandomK) else picked - picked[0]
             assert of_each.tolist() == list(range(math.ceil(numel / 7)))
-        ones, counts = torch.ones(7 * 2000), torch.zeros(7 * 2000)
-        for step in range(0, 700 * 20, 20):
-            counts += round_trip(chance.at(step), ones)
-        assert 50 < counts.min() <= counts.max() < 150
         # Payloads of what chance picks may be added up.
         one, other = heavy_tailed(1000, seed=1), heavy_tailed(1000, seed=2)
         added = chance.at(5).encode(one).view(torch.float32) + chance.at(5).encode(other).view(torch.float32)
@@ -423,8 +406,6 @@ def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_in_time_eac
         assert same_bits(decoded, round_trip(chance.at(5), one + other))
         # It is the same compression whatever was picked.
         assert (repr(chance.at(5)), chance.at(5).wire_bytes(100)) == (repr(chance), chance.wire_bytes(100))
-    picked = round_trip(RandomK(64, Float32()).at(5), torch.ones(64 * PLACES)).nonzero() % 64
-    assert picked.unique().numel() == 64, "cells differ"
 
 
 def reference_hash(number: int, step: int) -> int:
@@ -530,27 +511,6 @@ def test_what_was_not_sent_is_kept_at_landings_only_and_where_the_group_counts()
     assert kept == dict.fromkeys(kept, [6, 10, 14, 18, 22])
 
 
-def test_progress_is_sent_once_whatever_share_of_it_the_local_parameters_keep() -> None:
-    """A group moves once. Bit by bit the outer parameters go exactly there, and not beyond; without memory, never."""
-    progress, top = torch.rand(64, 64) + 0.5, TopK(1 / 64, BFloat16())
-    for compression, mixing in ((ErrorFeedback(top), 0.0), (ErrorFeedback(top), 0.5), (top, 0.0)):
-        model = nn.Linear(64, 64, bias=False)
-        nn.init.zeros_(model.weight)
-        choices: dict[str, Any] = {"sync_every": 1, "overlap_steps": 0, "fragments": [["*"]], "mixing": mixing}
-        engine = StreamingDiLoCo(model, **choices, compression=compression, outer_lr=1.0, outer_momentum=0.0)
-        model.weight.data.sub_(progress)
-        shares = []
-        for _ in range(150):
-            engine.step()
-            shares.append(-engine.outer_state_dict()["weight"] / progress)
-        if compression == top:
-            assert (shares[-1] != 0).sum() == 64
-        else:
-            assert all((share <= 1.01).all() for share in shares)
-            assert (shares[80] > 0.9).all(), "with the first rounds every value has been sent at least once"
-            assert torch.allclose(shares[-1], torch.ones(64, 64), atol=1e-2)
-
-
 def test_the_final_exchange_takes_no_memory_along_and_leaves_no_values_out() -> None:
     run = Groups(**ONE, compression=ErrorFeedback(FP4()))
     run.until(6)
@@ -574,16 +534,19 @@ def test_the_final_exchange_takes_no_memory_along_and_leaves_no_values_out() -> 
 
 
 def plain_loops(launches: list[list[float]], share: float, every: int) -> list[list[float]]:
-    """What is sent of each launch, with zeros elsewhere: one block, and one threshold for so many launches."""
-    sent, threshold = [], 0.0
+    """What is sent of each launch, with zeros elsewhere: for each block one threshold, for so many launches."""
+    sent, thresholds = [], dict[int, float]()
     for number, values in enumerate(launches):
-        most = math.ceil(round(share * len(values), 9))
-        most = min(most + most % 2, len(values))  # an even number, or all
-        largest = sorted((abs(value) for value in values), reverse=True)
-        if number % every == 0:
-            threshold = largest[most - 1]
-        least = max(threshold, largest[most - 1])
-        sent.append([value if abs(value) >= least else 0.0 for value in values])
+        sent.append(list[float]())
+        for start in range(0, len(values), PLACES):
+            block = values[start : start + PLACES]
+            most = math.ceil(round(share * len(block), 9))
+            most = min(most + most % 2, len(block))  # an even number, or all
+            largest = sorted(map(abs, block), reverse=True)[most - 1]
+            if number % every == 0:
+                thresholds[start] = largest
+            least = max(thresholds[start], largest)
+            sent[-1] += [value if abs(value) >= least else 0.0 for value in block]
     return sent
 
 
@@ -602,8 +565,8 @@ def launched(compression: Compression, launches: list[Tensor]) -> tuple[list[Ten
 
 
 @given(
-    st.integers(1, 200),
-    st.sampled_from([1e-6, 0.01, 0.1, 0.5, 1.0]),
+    st.integers(1, 200) | st.sampled_from([PLACES - 1, PLACES, 2 * PLACES + 77]),
+    st.sampled_from([1e-6, 1 / 64, 0.03, 0.1, 0.5, 1.0]),
     st.integers(1, 4),
     st.lists(st.integers(-3, 3), min_size=1, max_size=6),
     st.integers(0, 10**6),
@@ -620,19 +583,16 @@ def test_what_is_sent_is_that_of_plain_loops(
     decoded, sizes = launched(Threshold(share, Float32(), every=every), launches)
     expected = plain_loops([values.tolist() for values in launches], share, every)
     assert [values.tolist() for values in decoded] == expected
+    assert round_trip(TopK(share, Float32()), launches[0]).tolist() == expected[0]
     counts = [sum(value != 0 for value in values) for values in expected]
-    assert sizes == [2 + math.ceil(1.5 * count) + 4 * count for count in counts]
+    assert sizes == [2 * -(-numel // PLACES) + math.ceil(1.5 * count) + 4 * count for count in counts]
     assert max(sizes) <= Threshold(share, Float32(), every=every).wire_bytes(numel)
 
 
 def test_a_threshold_sends_what_top_k_does_where_it_is_new_and_less_while_values_are_calm() -> None:
-    launches = [noise(2 * PLACES + 77, seed) for seed in range(3)]
-    for values in (Float32(), Int2(), FP4()):
-        decoded, _ = launched(Threshold(1 / 32, values, every=1), launches)
-        top = TopK(1 / 32, values)
-        for gradient, own in zip(launches, decoded, strict=True):
-            top.decode(top.encode(gradient), expected := torch.empty_like(gradient))
-            assert torch.equal(own, expected)
+    for values in (Int2(), FP4()):
+        (own,), _ = launched(Threshold(1 / 32, values, every=1), [noise(2 * PLACES + 77)])
+        assert torch.equal(own, round_trip(TopK(1 / 32, values), noise(2 * PLACES + 77)))
     rough = noise(4 * PLACES)
     kept = Threshold(1 / 64, Int2(), every=6)
     _, sizes = launched(kept, [rough * factor for factor in (1, 0.9, 0.5, 0.1, 0, 9, 0.1)])

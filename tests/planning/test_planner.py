@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine.shards import trainable
@@ -18,27 +18,15 @@ from lightning_sdiloco.planning.link import Line, Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, play
 from lightning_sdiloco.planning.paper import GRID, METHODS, MODELS, TABLE_4, TARGETS, table_4
 from lightning_sdiloco.planning.workload import Groups, Model
+from tests.engine.groups import Groups as Engines
+from tests.engine.groups import outer_state
 from tests.fits import fit, module
 from tests.methods import Paced
 from tests.ranks import run_processes
-from tests.training import LAYERS, backward, mlp
+from tests.training import LAYERS, mlp
 
 MLP = Model.of_parameters(trainable(mlp()))
 FREE = 1e30  # a memory so fast that launches and landings cost nothing
-
-
-def trained(groups: int, steps: int, **choices: Any) -> tuple[Settings, SimulatedGroups]:
-    models = [mlp() for _ in range(groups)]
-    engines = SimulatedGroups(models, **choices)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
-    for step in range(steps):
-        for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            backward(model, optimizer, group, step)
-        engines.average_gradients()
-        for optimizer in optimizers:
-            optimizer.step()
-        engines.step()
-    return Settings(**choices), engines
 
 
 def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
@@ -47,10 +35,11 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
     for compression, groups in (("fp32", 2), ("bf16", 3), ("fp4", 2), ("fp4", 3), ("sparse", 3)):
         for warmup_steps, steps in ((0, 23), (4, 23), (4, 4), (4, 3)):
             own = {**choices, "compression": compression, "warmup_steps": warmup_steps}
-            chosen, simulated = trained(groups, steps, **own)
-            simulated.finish()
-            planned = Streaming(MLP, chosen, Groups(1.0, groups)).bytes_in(steps)
-            if planned != (sent := simulated.engines[0].report()["bytes_sent"]):
+            run = Engines(groups, "sgd", **own)
+            run.until(steps)
+            run.groups.finish()
+            planned = Streaming(MLP, Settings(**own), Groups(1.0, groups)).bytes_in(steps)
+            if planned != (sent := run.engines[0].report()["bytes_sent"]):
                 wrong[compression, groups, warmup_steps, steps] = planned, sent
     assert wrong == {}
 
@@ -209,11 +198,11 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
     kept = OuterOptimizer(offload=False)
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "compression": "fp32", "outer_optimizer": kept}
     choices |= {"fragments": LAYERS, "mixing": 0.2}
-    chosen, simulated = trained(2, 12, **choices)
-    saved = simulated.engines[0].state_dict()["fragments"]
-    values = [value for state in saved for value in (state["outer"], *state["state"].values())]
+    run = Engines(2, "sgd", **choices)
+    run.until(12)
+    values = [value for state in outer_state(run.engines[0]) for value in (state["outer"], *state["state"].values())]
     held = sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
-    method = Streaming(MLP, chosen, Groups(1.0))
+    method = Streaming(MLP, Settings(**choices), Groups(1.0))
     largest = max(method.numels)
     # Beside it at the worst moment: what a flight of the largest fragment holds, and what the background does with it.
     assert method.memory.device_bytes == held + 12 * largest + 3 * (48 + 4 * largest) + 8 * largest

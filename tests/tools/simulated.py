@@ -16,9 +16,9 @@ def _made(distribution: str) -> tuple[Any, Any]:
     class Net(package.LightningModule):
         """Two layers with dropout, so that random numbers count."""
 
-        def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1) -> None:
+        def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1, by_hand: bool = False) -> None:
             super().__init__()
-            self.lr, self.fails_in_group = lr, fails_in_group
+            self.lr, self.fails_in_group, self.automatic_optimization = lr, fails_in_group, not by_hand
             self.net = nn.Sequential(
                 nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2)
             )
@@ -28,7 +28,11 @@ def _made(distribution: str) -> tuple[Any, Any]:
                 raise RuntimeError("the data of this group is broken")
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
             self.log("train_loss", loss)
-            return loss
+            if not self.automatic_optimization:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss.detach() if not self.automatic_optimization else loss
 
         def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
             self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
@@ -62,19 +66,3 @@ def _made(distribution: str) -> tuple[Any, Any]:
 
 Net, Data = _made("lightning.pytorch")
 OtherNet, OtherData = _made("pytorch_lightning")
-
-
-class ByHand(Net):
-    """Steps its optimizer itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        loss = super().training_step(batch, batch_idx)
-        self.manual_backward(loss)
-        optimizer.step()
-        return loss.detach()

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,7 @@ STEP = [*SIZE, "--step-time=0.1"]
 ASKED = [*STEP, "--bandwidth=1"]
 
 
-def text_of(*args: str) -> str:
-    out, err, code = ran("plan", *args)
-    assert (err, code) == ("", 0)
-    return out
+text_of = partial(command.told, "plan")
 
 
 def told(*args: str) -> dict[str, Any]:

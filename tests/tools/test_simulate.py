@@ -136,7 +136,7 @@ def test_the_outer_model_is_evaluated_on_the_last_batches_unless_the_module_trai
     result = simulated(file, 2, "data.length=100", sync_every=5, overlap_steps=0)
     assert result.validations[-1].step == 20
     assert result.outer_loss == pytest.approx(result.validations[-1].metrics["val_loss"])
-    by_hand = simulated(file, 2, "model.class_path=tests.tools.simulated.ByHand")
+    by_hand = simulated(file, 2, "model.by_hand=true")
     assert (by_hand.outer_loss, len(by_hand.groups[0].losses)) == (None, 20)
     # A configuration without arguments of the strategy takes the defaults.
     for strategy in ("auto", "streaming_diloco", "streaming_diloco_ddp_fork"):
