@@ -1,11 +1,10 @@
 """What is imported when, and what needs no Lightning, only one distribution of it, or not even torch."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import scripts
 from tests.test_rules import LIGHTNING, ROOT
 
 TRAINERS = """
@@ -58,10 +57,7 @@ assert all(hasattr(lightning_sdiloco, name) for name in lightning_sdiloco.__all_
 def run_python(code: str, without: set[str] = frozenset()) -> str:
     """What a script prints in a process of its own, in which some packages are as if they were not installed."""
     hidden = f"import sys; sys.modules.update(dict.fromkeys({sorted(without)}))\n"
-    words = [sys.executable, "-c", hidden + code]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return scripts.run_python("-c", hidden + code, folder=ROOT)
 
 
 def test_the_engine_trains_where_no_lightning_is_installed() -> None:
