@@ -61,51 +61,24 @@ def average_gradients(groups: Sequence[dict[str, Tensor]]) -> None:
 
 
 def run(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    batch: Callable[[int, int], tuple[Any, Any]],
-    loss: Callable[[Any, Any], Tensor],
+    models: Sequence[nn.Module],  # one per group, equal at first; in the end each holds the finished outer parameters
+    optimizers: Sequence[torch.optim.Optimizer],  # the inner one of each group
+    batch: Callable[[int, int], tuple[Any, Any]],  # (group, step), which counts from 1, to (x, y)
+    loss: Callable[[Any, Any], Tensor],  # (model(x), y) to a scalar
     *,
-    fragments: Sequence[Sequence[str]],
-    steps: int,
-    sync_every: int,
-    overlap_steps: int,
-    mixing: float,
-    outer_lr: float | Callable[[int], float],
-    outer_momentum: float,
-    warmup_steps: int = 0,
-    idle: Callable[[int, int], bool] = lambda group, step: False,
-    micro_batches: Callable[[int, int], int] = lambda group, step: 1,
-    due: Callable[[int], Sequence[int]] | None = None,
-    shares: Callable[[int, Sequence[float], Sequence[int]], Sequence[float]] | None = None,
-    landed: Callable[[int, int, Sequence[float], Sequence[int]], None] = lambda p, at, norms, trained: None,
-    carries: bool = False,
+    fragments: Sequence[Sequence[str]],  # the names of the trainable parameters, each in one fragment
+    steps: int,  # T
+    sync_every: int,  # H
+    overlap_steps: int,  # tau, less than H; 0 lands in the step of the launch
+    mixing: float,  # alpha, the share of the local parameters kept on landing
+    outer_lr: float | Callable[[int], float],  # or by the outer steps of the fragment before
+    outer_momentum: float,  # Nesterov's; 0 is plain SGD
+    warmup_steps: int = 0,  # all step on the mean gradient of those that train; then a mean of parameters
+    idle: Callable[[int, int], bool] = lambda group, step: False,  # whether the group does not train in the step
+    micro_batches: Callable[[int, int], int] = lambda group, step: 1,  # trained in the step: by these a group weighs
+    carries: bool = False,  # a landing moves the local parameters as the outer ones since the launch, not by line 12
 ) -> Result:
-    """Trains the models, one per group and equal at first, in place.
-
-    Args:
-        models: one per group; afterwards every one of them holds the finished outer parameters.
-        optimizers: the inner optimizer of each group.
-        batch: `(group, step)` to `(x, y)`, the step counting from 1.
-        loss: `(model(x), y)` to a scalar.
-        fragments: the names of the trainable parameters, each in one fragment.
-        steps: inner steps of every group (T).
-        sync_every: H.
-        overlap_steps: tau, less than H; 0 lands in the step of the launch.
-        mixing: alpha, the share of the local parameters kept on landing.
-        outer_lr: learning rate of the outer optimizer, or its rate by the outer steps of the fragment before.
-        outer_momentum: its Nesterov momentum; 0 is plain SGD.
-        warmup_steps: inner steps at the beginning, in which all groups step on the mean of the gradients of those that
-            train; after the last one they take the mean of their parameters.
-        idle: `(group, step)` to whether the group does not train in that step.
-        micro_batches: `(group, step)` to how many of them the group trained in that step: by these it weighs.
-        due: the fragments that launch after a step, in place of those of line 6.
-        shares: `(fragment, norms of the outer gradients, steps trained)`, both by group, to what each outer gradient is
-            multiplied with in their sum, in place of line 8; a group that trained and gets 0 is left out.
-        landed: is told of every landing: fragment, step of the launch, and the same two.
-        carries: whether a landing moves the local parameters by what the outer ones are away from those at the launch,
-            in place of line 12.
-    """
+    """Trains the models in place."""
     local = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
     assert sorted(local[0]) == sorted(name for fragment in fragments for name in fragment), "each name in one fragment"
     assert all(torch.equal(group[name], local[0][name]) for group in local for name in group), "groups start equal"
@@ -119,27 +92,15 @@ def run(
     result = Result(outer=outer)
 
     def land(step: int, p: int) -> None:  # lines 10 to 12
-        launched_at, deltas = in_flight.pop(p)
-        norms = [sum(float(of[m].double().square().sum()) for of in deltas.values()) ** 0.5 for m in range(len(models))]
-        given = None if shares is None or not any(weights[p]) else shares(p, norms, weights[p])
-        kept = [
-            mixing if given is None or given[m] or not weights[p][m] else 0.0  # who is left out takes the outer ones
-            for m in range(len(models))
-        ]
+        _, deltas = in_flight.pop(p)
         for name in fragments[p] if any(weights[p]) else ():
             delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
-            if given is not None:
-                parts = zip(given, deltas[name], strict=True)
-                delta = torch.stack([share * own for share, own in parts]).sum(0)
             sent = [outer[name] - own for own in deltas[name]]
             outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
-            for group, before, alpha in zip(local, sent, kept, strict=True):
-                if carries:
-                    group[name].copy_(group[name].float() + outer[name] - before)
-                else:
-                    group[name].copy_(alpha * group[name].float() + (1 - alpha) * outer[name])
+            for group, before in zip(local, sent, strict=True):
+                own = group[name].float()
+                group[name].copy_(own + outer[name] - before if carries else mixing * own + (1 - mixing) * outer[name])
         outer_steps[p] += any(weights[p])
-        landed(p, launched_at, norms, weights[p])
         result.landings.append((step, p))
 
     def take_mean(names: Sequence[str]) -> None:
@@ -170,7 +131,7 @@ def run(
                     outer.update({name: torch.zeros_like(outer[name]) for name in fragments[p]})
                     take_mean(fragments[p])
                     trained[p] = [0 for _ in models]
-                elif p in due(step) if due else is_launched(step - warmup_steps, p, len(fragments), sync_every):  # 6, 7
+                elif is_launched(step - warmup_steps, p, len(fragments), sync_every):  # 6, 7
                     in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
                     weights[p], trained[p] = trained[p], [0 for _ in models]
                     result.launches.append((step, p))

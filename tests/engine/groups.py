@@ -1,4 +1,4 @@
-"""Worker groups that train: simulated ones, which stop and go on in new objects, and a rank of real ones."""
+"""Worker groups that train, simulated or real ones, and stop and go on in new objects."""
 
 import io
 import re
@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.flight import StepClock
-from tests.training import backward, batch, inner_optimizer, mlp
+from tests.training import batch, inner_optimizer, mlp
 
 Values = dict[str, Tensor]
 
@@ -85,8 +86,14 @@ def with_links(engines: Sequence[StreamingDiLoCo], rates: Sequence[float]) -> No
         engine.link.fixed, engine.rounds.step_clock = rate, StepClock(1.0)
 
 
+def regression(model: nn.Module, group: int, step: int, place: int, size: int) -> Tensor:
+    """The loss of a rank of a group, which sees its part of the batch."""
+    x, y = (part.chunk(size)[place] for part in batch(group, step))
+    return nn.functional.mse_loss(model(x), y)
+
+
 class Groups:
-    """Simulated groups with models and inner optimizers of their own, in their first inner step."""
+    """Groups with models and inner optimizers of their own: all of them simulated, or in a rank the one that joined."""
 
     def __init__(
         self,
@@ -96,34 +103,53 @@ class Groups:
         links: Sequence[float] = (),
         idle: Callable[[int, int], bool] = lambda group, step: False,
         micro_batches: Callable[[int, int], int] = lambda group, step: 1,
+        joined: WorkerGroups | None = None,
+        loss: Callable[[nn.Module, int, int, int, int], Tensor] = regression,
         **choices: Any,
     ) -> None:
-        self.again = partial(type(self), groups, inner, net, links, idle, micro_batches, **choices)
-        self.models: list[Any] = [net(seed) for seed in range(groups)]
+        self.again = partial(type(self), groups, inner, net, links, idle, micro_batches, joined, loss, **choices)
+        self.every = [joined.group_index] if joined else range(groups)
+        ranks = joined.topology.ranks if joined else range(1)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.place, self.size = rank - ranks.start, len(ranks)
+        self.models: list[Any] = [net(rank if joined else group) for group in self.every]
         self.optimizers = [inner_optimizer(inner, model) for model in self.models]
-        self.idle, self.micro_batches = idle, micro_batches
+        self.idle, self.micro_batches, self.loss = idle, micro_batches, loss
         self.choices, self.steps, self.landings = choices, 0, list[Landing]()
-        self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
-        self.engines = self.groups.engines
-        with_links(self.engines, links)
+        if joined:
+            choices = {"worker_groups": joined, "inner_optimizers": self.optimizers, **choices}
+            self.engines = [StreamingDiLoCo(self.models[0], **choices)]
+        else:
+            self.groups = SimulatedGroups(self.models, [[optimizer] for optimizer in self.optimizers], **choices)
+            self.engines = self.groups.engines
+        self.trained = self.models
+        if joined and self.size > 1:
+            ddp = {"process_group": joined.process_group, "broadcast_buffers": False}
+            self.trained = [DistributedDataParallel(self.models[0], **ddp)]
+        with_links(self.engines, [links[group] for group in self.every if links])
 
     def step(
         self, idle: Collection[int] | None = None, then: Callable[[list[Any]], object] = lambda models: None
     ) -> list[Landing]:
         """Trains an inner step of every group, does something to the models, and returns what landed in the first."""
         self.steps += 1
-        every = range(len(self.models))
-        idle = [group for group in every if self.idle(group, self.steps)] if idle is None else idle
-        training = [group for group in every if group not in idle]
-        for group in training:
-            backward(self.models[group], self.optimizers[group], group, self.steps)
-        self.groups.average_gradients(idle=idle)
-        for group in training:
-            self.optimizers[group].step()
+        rests = [self.idle(group, self.steps) if idle is None else group in idle for group in self.every]
+        for at, group in enumerate(self.every):
+            if not rests[at]:
+                self.optimizers[at].zero_grad()
+                self.loss(self.trained[at], group, self.steps, self.place, self.size).backward()
+        for engine, rest in zip(self.engines, rests, strict=True):
+            engine.launch_gradients(idle=rest)
+        for engine in self.engines:
+            engine.land_gradients()
+        for optimizer, rest in zip(self.optimizers, rests, strict=True):
+            if not rest:
+                optimizer.step()
         with torch.no_grad():
             then(self.models)
-        trained = [self.micro_batches(group, self.steps) for group in every]
-        landed = self.groups.step(trained=trained, idle=idle)[0]
+        for engine, group, rest in zip(self.engines, self.every, rests, strict=True):
+            engine.launch_due(trained=self.micro_batches(group, self.steps), idle=rest)
+        landed, *_ = [engine.land_due() for engine in self.engines]
         self.landings += landed
         return landed
 
@@ -144,7 +170,9 @@ class Groups:
             return values | {f"shown {name}": own.clone() for name, own in self.models[0].state_dict().items()}
 
     def saved(self) -> Any:
-        engines = [engine.state_dict() for engine in self.engines]
+        """Taken while the first group shows the outer model, which changes nothing."""
+        with self.engines[0].evaluate():
+            engines = [engine.state_dict() for engine in self.engines]
         return through_a_file([self.steps, engines, [optimizer.state_dict() for optimizer in self.optimizers]])
 
     def load(self, saved: Any) -> "Groups":
@@ -167,50 +195,3 @@ class Groups:
             if self.steps in expected and (names := unlike(self.seen(), expected[self.steps])):
                 wrong[self.steps] = names
         return wrong
-
-
-class Rank:
-    """The same in a process that is a rank, of a group of one or several, which may stop and go on in new objects."""
-
-    def __init__(
-        self,
-        rank: int,
-        joined: WorkerGroups,
-        inner: str = "adamw",
-        net: Callable[[int], nn.Module] = mlp,
-        links: Sequence[float] = (),
-        idle: Callable[[int, int], bool] = lambda group, step: False,
-        micro_batches: Callable[[int, int], int] = lambda group, step: 1,
-        **choices: Any,
-    ) -> None:
-        self.group, self.size = joined.group_index, len(joined.topology.ranks)
-        self.place, self.idle, self.micro_batches = rank % self.size, idle, micro_batches
-        self.model: Any = net(rank)
-        self.optimizer = inner_optimizer(inner, self.model)
-        self.engine = StreamingDiLoCo(self.model, worker_groups=joined, inner_optimizers=[self.optimizer], **choices)
-        with_links([self.engine], links[self.group :])
-        ddp = {"process_group": joined.process_group, "broadcast_buffers": False}
-        self.wrapped = DistributedDataParallel(self.model, **ddp) if self.size > 1 else self.model
-
-    def loss(self, step: int) -> Tensor:
-        x, y = (part.chunk(self.size)[self.place] for part in batch(self.group, step))
-        return nn.functional.mse_loss(self.wrapped(x), y)
-
-    def step(self, step: int) -> list[Landing]:
-        rests = self.idle(self.group, step)
-        if not rests:
-            self.optimizer.zero_grad()
-            self.loss(step).backward()
-        self.engine.launch_gradients(idle=rests)
-        self.engine.land_gradients()
-        if not rests:
-            self.optimizer.step()
-        return self.engine.step(trained=self.micro_batches(self.group, step), idle=rests)
-
-    def saved(self) -> Any:
-        return through_a_file([self.engine.state_dict(), self.optimizer.state_dict()])
-
-    def load(self, saved: Any) -> "Rank":
-        self.engine.load_state_dict(saved[0])
-        self.optimizer.load_state_dict(saved[1])
-        return self

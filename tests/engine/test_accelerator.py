@@ -6,8 +6,7 @@ where there is none, the tests show that train on it.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,97 +38,57 @@ def ones(length: int = 4) -> Tensor:
     return torch.ones(length, device="pretend")
 
 
-@contextmanager
-def race(told: str) -> Iterator[None]:
-    with pytest.raises(Race, match=told):
-        yield
-    pretend.synchronize()  # all that it left is over for what comes next
-
-
 @alone
-def test_two_accesses_that_nothing_orders_are_a_race() -> None:
-    told = "aten::add on stream .* reads what aten::fill_ on the default stream .* writes"
-    values = ones()
-    with race(told), stream(Stream()):
-        values + 1
-    values = ones()
-    with race("copy to the host on stream"), stream(Stream()):
-        values.to("cpu", non_blocking=True)
-    # An event of before tells nothing.
-    event, side = Event(), Stream()
-    event.record()
-    values = ones().add_(1)
-    side.wait_event(event)
-    with race("reads what aten::add_"), stream(side):
-        values + 1
-    # Of some bytes.
-    values, side = ones(8), Stream()
-    side.wait_stream(current_stream())
-    with stream(side):
-        values[4:].zero_()
-    values[:4].zero_()
-    with race("reads what aten::zero_"):
-        values[3:5].sum()
-    # Memory that is still read where it is given away.
-    side = Stream()
-    with stream(side):
-        values = ones()
-    current_stream().wait_stream(side)
-    values.sum()
-    del values
-    with race("may get freed memory that aten::sum on the default stream .* reads"), stream(side):
-        ones()
-    # Pinned memory, which the host may see too early, change too early, or give to another stream.
-    host = torch.empty(4, pin_memory=True)
-    host.copy_(ones(), non_blocking=True)
-    host.zero_()
-    with race("the host wrote to pinned memory"):
-        current_stream().synchronize()
-    host = torch.ones(4).pin_memory()
-    host.to("pretend", non_blocking=True)
-    host.add_(1)
-    with race("the host changed pinned memory"):
-        current_stream().synchronize()
-    host = torch.empty(4, pin_memory=True)
-    host.copy_(ones(), non_blocking=True)
-    with race("copy to the device on stream .* reads what copy to the host"), stream(Stream()):
-        host.to("pretend", non_blocking=True)
-    for mixed in (
-        lambda: ones() + torch.ones(4),
-        lambda: torch.cat([torch.ones(1), ones()]),
-        lambda: torch.mul(ones(), 2, out=torch.ones(4)),
-        lambda: torch.ones(4).add_(ones()),
-    ):
-        with pytest.raises(RuntimeError, match="same device"):
-            mixed()
-
-
-@alone
-def test_a_copy_to_pinned_memory_is_there_once_the_host_waited_and_who_waits_is_noted() -> None:
-    host, event = torch.empty(3, dtype=torch.uint8, pin_memory=True), Event()
-    assert event.query()
-    for wait in (current_stream().synchronize, event.synchronize, pretend.synchronize):
-        host.copy_(torch.tensor([1, 2, 3], dtype=torch.uint8, device="pretend"), non_blocking=True)
+def test_the_pretended_device_sees_accesses_that_nothing_orders_and_who_waits() -> None:
+    def unordered() -> None:
+        event, side = Event(), Stream()
         event.record()
-        assert host.tolist() == [255, 255, 255]
-        wait()
-        assert host.tolist() == [1, 2, 3]
-    # Something earlier does not bring it.
-    event, host = current_stream().record_event(), torch.empty(4, pin_memory=True)
-    host.copy_(ones(), non_blocking=True)
-    event.synchronize()
-    assert host.isnan().all()
-    event.record()
-    assert [event.query(), event.query()] == [False, True], "a query is not at once true"
+        values = ones().add_(1)
+        side.wait_event(event)  # of before
+        with stream(side):
+            values + 1
 
+    def freed() -> None:
+        side = Stream()
+        with stream(side):
+            values = ones()
+        current_stream().wait_stream(side)
+        values.sum()
+        del values
+        with stream(side):
+            ones()
+
+    def seen_early() -> None:
+        host = torch.empty(4, pin_memory=True).copy_(ones(), non_blocking=True)
+        host.zero_()
+        current_stream().synchronize()
+
+    def changed_early() -> None:
+        host = torch.ones(4).pin_memory()
+        host.to("pretend", non_blocking=True)
+        host.add_(1)
+        current_stream().synchronize()
+
+    for act, told in (
+        (unordered, "aten::add on stream .* reads what aten::add_ on the default stream .* writes"),
+        (freed, "may get freed memory that aten::sum on the default stream .* reads"),
+        (seen_early, "the host wrote to pinned memory"),
+        (changed_early, "the host changed pinned memory"),
+    ):
+        with pytest.raises(Race, match=told):
+            act()
+        pretend.synchronize()  # all that it left is over for what comes next
+    host = torch.empty(4, pin_memory=True).copy_(ones(), non_blocking=True)
+    event = current_stream().record_event()
+    assert host.isnan().all()
+    assert [event.query(), event.query()] == [False, True], "a query is not at once true"
+    assert host.tolist() == [1.0] * 4
+    values = ones()
     waits: dict[str, Callable[[], object]] = {
         "stream.synchronize": lambda: current_stream().synchronize(),
         "event.synchronize": lambda: current_stream().record_event().synchronize(),
-        "synchronize": pretend.synchronize,
         "aten::_local_scalar_dense": lambda: bool(values.sum() > 1),
-        "aten::equal": lambda: torch.equal(values, values),
         "aten::nonzero": lambda: values.nonzero(),
-        "aten::index": lambda: values[values > 0],
         "copy to the host": lambda: torch.empty(4).copy_(values, non_blocking=True),
         "copy to the device": lambda: torch.tensor([1.0], device="pretend"),
     }
@@ -140,10 +99,6 @@ def test_a_copy_to_pinned_memory_is_there_once_the_host_waited_and_who_waits_is_
             thread.start()
             thread.join()
         assert log == [("other", kind, True)]
-    with synchronisations() as log:
-        pretend.synchronize()
-        pretend.synchronize()
-    assert not log[1].waited
 
 
 def test_what_a_gpu_must_show_the_pretended_device_shows(tmp_path: Path) -> None:
@@ -254,24 +209,21 @@ def most_of(layers: int, choices: dict[str, Any]) -> dict[str, float]:
         engine.step()
         known.wait_for_flights(engine)
 
-    def checkpoint() -> None:
+    def checkpoint() -> Any:
         with engine.evaluate():
-            assert all(values.device.type == "cpu" for values in engine.state_dict()["local"])
-        assert {values.device.type for values in engine.outer_state_dict().values()} == {"cpu"}
+            return [*engine.state_dict()["local"], *engine.outer_state_dict().values()]
 
     def mean() -> Any:
-        taken = engine.group_mean()
-        with engine.evaluate(taken):
+        with engine.evaluate(taken := engine.group_mean()):
             return taken
 
     every: dict[str, Any] = {"sync_every": 2 * layers, "overlap_steps": 1, **choices}
-    every["fragments"] = [[f"{layer}.*"] for layer in range(layers)]
-    start = partial(StreamingDiLoCo, model, outer_optimizer=OuterOptimizer(offload=True), **every)
-    engine = counted("start", start)
+    every |= {"fragments": "strided:1", "outer_optimizer": OuterOptimizer(offload=True)}
+    engine = counted("start", partial(StreamingDiLoCo, model, **every))
     for number in range(5 * layers):
         counted("step", step)
         if number % 5 == 4:
-            counted("checkpoint", checkpoint)
+            assert {values.device.type for values in counted("checkpoint", checkpoint)} == {"cpu"}
     taken, held = counted("mean", mean), pretend.memory_allocated()
     pretend.reset_peak_memory_stats()
     assert {values.device.type for values in engine.view.named(taken).values()} == {"cpu"}

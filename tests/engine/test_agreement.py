@@ -16,68 +16,65 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_sdiloco import AgreementError, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
 from lightning_sdiloco.engine import start
-from tests.engine.groups import Groups, Rank, Values, copied, message, unlike, with_statistics
+from tests.engine.groups import Groups, Values, copied, message, unlike, with_statistics
 from tests.ranks import run_ranks
-from tests.training import LAYERS, inner_optimizer, mlp, train_step
-
-
-def test_outer_parameters_that_differ_are_an_error_that_names_fragment_and_groups() -> None:
-    """At a launch, where the groups take their mean, and where they end."""
-
-    def differing() -> SimulatedGroups:
-        groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=LAYERS)
-        state = copy.deepcopy(groups.engines[1].state_dict())
-        state["fragments"][2]["outer"][5] += 1e-7
-        groups.engines[1].load_state_dict(state)
-        return groups
-
-    def train(groups: SimulatedGroups) -> None:
-        for _ in range(8):
-            groups.step()
-
-    for act in (train, SimulatedGroups.finish, SimulatedGroups.group_mean):
-        with pytest.raises(AgreementError, match=r"parameters at the launch of fragment 2 .*\(group 0: .*, group 1: "):
-            act(differing())
-    groups = SimulatedGroups([mlp(), mlp()], sync_every=4, overlap_steps=0, fragments=[["*"]])
-    state = groups.engines[0].state_dict()
-    groups.engines[0].load_state_dict({**state, "counts": {**state["counts"], "inner_steps": 4}})
-    with pytest.raises(AgreementError, match=r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"):
-        train(groups)
+from tests.training import LAYERS, mlp
 
 
 def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -> None:
-    """Of what groups take up where they go on: shards, outer buffers, and the momentum with which rounds start."""
+    """Of what groups take up where they go on: at a launch, where they take their mean, and where they end."""
 
-    def with_buffers(seed: int) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(5, 500), nn.BatchNorm1d(500), nn.Linear(500, 200), nn.Linear(200, 3))
+    def outer(state: Any) -> None:
+        state["fragments"][2]["outer"][5] += 1e-7
 
-    def run(rank: int, world_size: int, key: str, net: Any, warmup_steps: int) -> None:
-        settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "fragments": [["*"]], "mixing": 0.0}
-        here = Rank(rank, WorkerGroups(2), "sgd", net, **settings, warmup_steps=warmup_steps)
-        for step in range(1, 10):
-            if step == 7:
-                state = here.engine.state_dict()
-                fragment = state["fragments"][0]
-                if key == "outer" and here.group:
-                    whole = torch.cat([values.flatten() for values in here.engine.outer_state_dict().values()])
-                    fragment["outer"] = whole.chunk(2)[1 - here.place]
-                elif key == "state":
-                    fragment["state"] = {"momentum_buffer": torch.full((fragment["outer"].numel(),), 1e-6 * rank)}
-                elif key == "buffers":
-                    fragment["buffers"][0][77] += 1e-6 * rank
-                here.engine.load_state_dict(state)
-            here.step(step)
+    def buffers(state: Any) -> None:
+        state["fragments"][3]["buffers"][0][1] += 1e-6
 
-    for world_size, key, net, warmup_steps, told in (
-        (4, "outer", mlp, 0, "outer parameters"),
-        (2, "buffers", with_buffers, 0, "outer parameters and buffers"),
-        (2, "state", with_buffers, 8, "outer optimizer state"),
+    def momentum(state: Any) -> None:
+        own = state["fragments"][1]
+        own["state"] = {"momentum_buffer": torch.full_like(own["outer"], 1e-6)}
+
+    def late(state: Any) -> None:
+        state["counts"]["inner_steps"] = 0
+
+    def train(groups: SimulatedGroups) -> None:
+        for _ in range(8):
+            groups.average_gradients()
+            groups.step()
+
+    settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
+    told = r"do not hold the same outer {} at the launch of fragment {} .*\(group 0: .*, group 1: "
+    for spoil, act, choices, words in (
+        (outer, train, {}, told.format("parameters", 2)),
+        (outer, SimulatedGroups.group_mean, {}, told.format("parameters", 2)),
+        (outer, SimulatedGroups.finish, {}, told.format("parameters", 2)),
+        (buffers, train, {}, told.format("parameters and buffers", 3)),
+        (momentum, train, {"warmup_steps": 8}, told.format("optimizer state", 1)),
+        (late, train, {"fragments": [["*"]]}, r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"),
     ):
-        errors = run_ranks(run, world_size, key, net, warmup_steps, expect_failure=True)
-        assert sorted(errors) == list(range(world_size))
-        told = rf"do not hold the same {told} at the launch of fragment 0 after inner step 8 \(group 0: "
-        assert [error for error in map(message, errors.values()) if not re.search(told, error)] == []
+        run = Groups(net=with_statistics, **{**settings, **choices})
+        run.until(4)
+        state = copy.deepcopy(run.engines[1].state_dict())
+        spoil(state)
+        run.engines[1].load_state_dict(state)
+        with pytest.raises(AgreementError, match=words):
+            act(run.groups)
+
+    def swapped(rank: int, world_size: int) -> None:
+        """The ranks of the second group hold the shards of one another."""
+        here = Groups(joined=WorkerGroups(2), **{**settings, "fragments": [["*"]]})
+        here.until(6)
+        (engine,) = here.engines
+        state, whole = engine.state_dict(), torch.cat([own.flatten() for own in engine.outer_state_dict().values()])
+        if rank > 1:
+            state["fragments"][0]["outer"] = whole.chunk(2)[3 - rank]
+        engine.load_state_dict(state)
+        here.until(9)
+
+    errors = run_ranks(swapped, 4, expect_failure=True)
+    assert sorted(errors) == [0, 1, 2, 3]
+    told = told.format("parameters", 0)
+    assert [error for error in map(message, errors.values()) if not re.search(told, error)] == []
 
 
 def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
@@ -97,22 +94,6 @@ def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
     report = str(run_ranks(begin, 2, expect_failure=True))
     assert re.search("round differently: what known values give is [0-9a-f]+ on rank 0, [0-9a-f]+ on rank 1. ", report)
     assert "set ATEN_CPU_CAPABILITY=default on all ranks" in report
-
-
-def test_what_is_saved_while_the_outer_model_is_shown_is_local_training() -> None:
-    model = mlp()
-    engine = StreamingDiLoCo(model, sync_every=50)
-    train_step(model, inner_optimizer("adamw", model), 0, 1)
-    engine.step()
-    local = copied(model.named_parameters())
-    with engine.evaluate(), engine.evaluate():
-        assert unlike(copied(model.named_parameters()), engine.outer_state_dict()) == []
-        state = copy.deepcopy(engine.state_dict())
-    resumed = mlp()
-    StreamingDiLoCo(resumed, sync_every=50).load_state_dict(state)
-    for one in (model, resumed):
-        assert unlike(copied(one.named_parameters()), local) == []
-    assert unlike(engine.outer_state_dict(), local) != []
 
 
 SETTINGS: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:2"}
@@ -190,28 +171,8 @@ def test_taking_it_after_every_step_changes_no_bit_of_training() -> None:
         plain.groups.finish()
         looked.groups.finish()
         assert same(plain.models[0].state_dict(), looked.models[0].state_dict())
-
-    def train(rank: int, world_size: int, looks: bool) -> Any:
-        here, flew, means = Rank(rank, WorkerGroups(2), "sgd", **{**SETTINGS, "fragments": "strided:1"}), 0, []
-        for step in range(1, 12):
-            here.step(step)
-            if looks:
-                flew, sent = max(flew, len(here.engine.in_flight)), here.engine.report()["bytes_sent"]
-                with here.engine.evaluate(here.engine.group_mean()):
-                    means.append(copied(here.model.named_parameters()))
-                assert here.engine.report()["bytes_sent"] > sent
-        before = here.engine.state_dict()
-        here.engine.finish()
         with pytest.raises(RuntimeError, match=r"group_mean\(\) was called after finish"):
-            here.engine.group_mean()
-        return before, flew, means
-
-    def both(rank: int, world_size: int) -> Any:
-        state, flew, means = train(rank, world_size, True)
-        return same(state, train(rank, world_size, False)[0]), flew > 1, means
-
-    ranks = run_ranks(both, 4)
-    assert [(*found, same(means, ranks[0][2])) for *found, means in ranks] == [(True, True, True)] * 4
+            looked.groups.group_mean()
 
 
 def test_the_end_has_a_quarter_of_the_fragments_in_flight_and_is_the_end() -> None:
@@ -295,15 +256,9 @@ def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype() ->
 
 
 def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_leaves_the_mean_in_float32() -> None:
-    model = nn.Sequential(*mlp(), nn.BatchNorm1d(3))
-    engine = StreamingDiLoCo(model, sync_every=4, overlap_steps=1, warmup_steps=3)
-    optimizer = inner_optimizer("sgd", model)
-    for step in (1, 2):
-        train_step(model, optimizer, 0, step)
-        engine.average_gradients()
-        engine.step()
+    (model,) = (run := trained(1, 2, warmup_steps=3)).models
     local = copied(model.state_dict())
-    with engine.evaluate():
+    with run.engines[0].evaluate():
         assert unlike(copied(model.state_dict()), local) == []
     models, groups = played(0, 0, print, warmup_steps=5)
     groups.average_gradients()

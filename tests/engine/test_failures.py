@@ -1,6 +1,5 @@
 """Groups whose values are not finite, that do not answer in time, or that go away; and ranks that fail."""
 
-import logging
 import multiprocessing
 import os
 import re
@@ -9,7 +8,6 @@ import sys
 import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,7 +22,7 @@ from lightning_sdiloco.comm.exchange import DirectExchange, Unanswered
 from lightning_sdiloco.launch.failures import Failures
 from lightning_sdiloco.lightning_pytorch import _Launcher
 from tests import fits
-from tests.engine.groups import Groups, Rank, message, unlike
+from tests.engine.groups import Groups, message, unlike
 from tests.fits import LIGHTNING
 from tests.ranks import run_processes, run_ranks
 from tests.training import LAYERS, mlp
@@ -88,19 +86,17 @@ def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_a
 
 def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error_and_nor_is_an_overflown_norm() -> None:
     # In the second case each event is told of twice: a fragment is launched just before the group recovers.
-    for choices in (ONE, {"sync_every": 8, "overlap_steps": 4, "fragments": [["[02].*"], ["[46].*"]]}):
-        run, every = Groups(compression="fp32", **choices), choices["sync_every"]
+    every_layer = {"fragments": LAYERS, "compression": "fp32"}
+    for every, overlap_steps, often, choices in (
+        (4, 0, True, ONE),
+        (8, 4, True, {"fragments": [["[02].*"], ["[46].*"]]}),
+        *((every, every - 1, False, every_layer) for every in (8, 4, 1)),
+    ):
+        run = Groups(**{**choices, "sync_every": every, "overlap_steps": overlap_steps})
         for step in range(1, 6 * every + 1):
-            poisoned(run, *((1,) if step % (3 * every) in (every, 2 * every) else ()), everywhere=True)
-        assert is_finite(run)
-    for every, resumes in ((8, False), (4, True), (1, False)):
-        run = Groups(sync_every=every, overlap_steps=every - 1, fragments=LAYERS, compression="fp32")
-        run.until(2 * every - 1)
-        landings = poisoned(run, 1, everywhere=True)
-        for step in range(run.steps + 1, 6 * every + 1):
-            run = run.resumed() if resumes else run
-            landings += run.until(step)
-        assert sum(landing.left_out == (1,) for landing in landings) >= 2
+            is_poisoned = step % (3 * every) in (every, 2 * every) if often else step == 2 * every
+            poisoned(run, *([1] if is_poisoned else []), everywhere=True)
+            run = run.resumed() if every == 4 and not often else run
         assert is_finite(run)
     run = Groups(**ONE, compression="fp32", mixing=0.0)
     run.until(3)
@@ -175,13 +171,13 @@ def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> None:
     # Only a flight has little time: on a busy machine everything else, DDP's gradients too, may take longer.
     joined = WorkerGroups(groups, timeout=timedelta(seconds=30))
     choices: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": [["0.*"], ["[246].*"]]}
-    here = Rank(rank, joined, "sgd", **choices, timeout=timedelta(seconds=1.5))
+    here = Groups(inner="sgd", joined=joined, **choices, timeout=timedelta(seconds=1.5))
     for step in range(1, 40):
         if step == 9 and joined.group_index == groups - 1:
             if not stalls:
                 os._exit(3)
             time.sleep(3.5)
-        here.step(step)
+        here.step()
 
 
 def test_a_group_that_does_not_answer_or_dies_ends_the_run_everywhere_and_is_named() -> None:
@@ -253,92 +249,66 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(monkeypatch: py
 # In real trainers: what the other ranks say of one that fails, or that keeps them waiting
 
 TIMEOUT = 2.0  # ranks that start later than this would fail before
-
-
-def act(what: str, place: str) -> None:
-    if what == "an error":
-        raise ArithmeticError(f"boom in {place}")
-    if what == "a pause":
-        time.sleep(2 * TIMEOUT)
-    elif what:
-        os.kill(os.getpid(), signal.SIGKILL if what == "a kill" else signal.SIGINT)
-
-
-def fitted(
-    folder: Path, world_size: int, failing_rank: int, what: str, place: str, other: str = LIGHTNING, groups: int = 2
-) -> Any:
-    """By rank, the error with which a fit ended in which a rank fails, and what was said; of a kill, by those left."""
-
-    def run(rank: int, world_size: int) -> tuple[str, str]:
-        said: list[str] = []
-        handler = logging.Handler()
-        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("lightning_sdiloco").addHandler(handler)
-
-        def hook(self: Any, *given: Any) -> Any:
-            if place != "training_step" or given[1] == 5:
-                act(what if rank == failing_rank else "", place)
-            if place == "on_train_epoch_start":
-                self.trainer.strategy.barrier("here")
-            return self.loss(given[0]) if place == "training_step" else None
-
-        timeout = timedelta(seconds=TIMEOUT if what == "a pause" else 20)
-        strategy = fits.strategy(other, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout)
-        saves = {"enable_checkpointing": place == "on_save_checkpoint", "default_root_dir": folder}
-        trainer = fits.trainer(other, strategy=strategy, devices=world_size, max_steps=40, **saves)
-        try:
-            trainer.fit(fits.module(other, **{place: hook}), fits.batches(rank // (world_size // 2)))
-        except BaseException as caught:
-            cause = str(caught.__cause__) if what == "a pause" else ""
-            error = "".join(traceback.format_exception_only(caught)) + cause
-        if what == "a kill":
-            raise RuntimeError(f"{error}\n{said}")
-        return error, "\n".join(said)
-
-    return run_processes(run, world_size, timeout=40, expect_failure=what == "a kill")
-
-
 GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
 
 
+def boom() -> None:
+    raise ArithmeticError("boom")
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def pause() -> None:
+    time.sleep(2 * TIMEOUT)
+
+
+def fitted(
+    ranks: int, failing: int, act: Any, distribution: str = LIGHTNING, place: str = "training_step", groups: int = 2
+) -> Any:
+    """By rank, the error with which a fit ends in which one rank does something, and what was said."""
+
+    def run(rank: int, world_size: int) -> tuple[str, str]:
+        def hook(self: Any, *given: Any) -> Any:
+            if rank == failing and (not given or given[1] == 5):
+                act()
+            return self.loss(given[0]) if given else self.trainer.strategy.barrier("here")
+
+        said, timeout = fits.said_by("lightning_sdiloco"), timedelta(seconds=TIMEOUT if act is pause else 20)
+        strategy = fits.strategy(distribution, worker_groups=groups, **{**ONE, "sync_every": 8}, timeout=timeout)
+        trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, max_steps=40)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011
+            trainer.fit(fits.module(distribution, **{place: hook}), fits.batches(rank // (world_size // 2)))
+        error = caught.value
+        return "".join([*traceback.format_exception_only(error), str(error.__cause__)]), "\n".join(said)
+
+    return run_processes(run, ranks, timeout=40)
+
+
 @pytest.mark.parametrize(
-    ("world_size", "failing_rank", "place", "distribution"),
-    [
-        (4, 3, "training_step", "pytorch_lightning"),
-        (2, 1, "on_save_checkpoint", LIGHTNING),
-        (2, 0, "training_step", LIGHTNING),
-    ],
+    ("ranks", "failing", "act", "distribution"),
+    [(4, 3, boom, "pytorch_lightning"), (2, 0, boom, LIGHTNING), (2, 1, interrupt, LIGHTNING)],
 )
 def test_an_exception_in_one_rank_ends_all_and_its_rank_is_named(
-    world_size: int, failing_rank: int, place: str, distribution: str, tmp_path: Path
+    ranks: int, failing: int, act: Any, distribution: str
 ) -> None:
-    ranks = fitted(tmp_path, world_size, failing_rank, "an error", place, distribution)
-    error, said = ranks.pop(failing_rank)
-    assert f"boom in {place}" in error
+    found = fitted(ranks, failing, act, distribution)
+    error, said = found.pop(failing)
+    ends, first = ("SystemExit: 1", "KeyboardInterrupt") if act is interrupt else ("boom", "ArithmeticError: boom")
+    assert ends in error
     assert "failed first" not in said
-    told = rf"Rank {failing_rank} \(worker group {failing_rank // (world_size // 2)}\) failed first: ArithmeticError: "
-    for number, (error, said) in enumerate(ranks):
-        named = re.search(rf"(?s){told}.*boom in {place}", said)
+    told = f"Rank {failing} (worker group {failing // (ranks // 2)}) failed first: {first}"
+    for number, (error, said) in enumerate(found):
         # Some notice only when rank 0 has ended, and with it what it keeps.
-        assert named or ((number or not failing_rank) and GONE in said)
-        assert sys.version_info < (3, 11) or (named[0] if named else GONE) in error
+        assert told in said or ((number or not failing) and GONE in said)
+        assert sys.version_info < (3, 11) or (told if told in said else GONE) in error
 
 
-def test_an_interrupt_of_one_rank_ends_all_and_its_rank_is_named_and_of_a_kill_nobody_is(tmp_path: Path) -> None:
-    (error, said), (interrupted, _) = fitted(tmp_path, 2, 1, "an interrupt", "training_step")
-    assert interrupted.strip() == "SystemExit: 1"
-    assert "ExchangeError" in error or "RuntimeError" in error
-    assert "Rank 1 (worker group 1) failed first: KeyboardInterrupt" in said
-    errors = fitted(tmp_path, 4, 3, "a kill", "training_step")
-    for rank in range(3):
-        assert "failed first:" not in message(errors[rank])
-        assert re.search("lost contact|" + GONE, errors[rank])
-
-
-def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(tmp_path: Path) -> None:
-    (error, _), _ = fitted(tmp_path, 2, 1, "a pause", "training_step", groups=1)
+def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout() -> None:
+    (error, _), _ = fitted(2, 1, pause, groups=1)
     assert "Timed out waiting 2000ms" in error
-    (error, _), _ = fitted(tmp_path, 2, 1, "a pause", "on_train_epoch_start")
+    (error, _), _ = fitted(2, 1, pause, place="on_train_epoch_start")
     assert "Timed out waiting 2000ms" in error
     assert "This rank, of worker group 0, waited for all others at ('here',)" in error
 
@@ -356,7 +326,8 @@ def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_ke
     later[0]._key = later[1]._key = "later"
     error = ExchangeError("worker group 1 went away")
     later[0].leave(error)
-    assert sys.version_info < (3, 11) or "none has left word of a failure" in error.__notes__[0]
+    told = "Rank 0 (worker group 0) has lost contact with another rank, and none has left word of a failure: a process"
+    assert sys.version_info < (3, 11) or error.__notes__[0].startswith(told)
 
     error, started = ExchangeError("worker group 0 went away"), time.monotonic()
     Failures(Silent(), 1, 1, 2).leave(error)

@@ -25,10 +25,9 @@ PLACEMENTS = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=2)
 def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
     """Of DTensors in all ways, and of FSDP on top of tensor parallelism; other ways are refused on all ranks."""
 
-    def check(rank: int, world_size: int) -> tuple[int, list[int], list[str]]:
+    def check(rank: int, world_size: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         group = WorkerGroups(1).topology.in_group
-        checked, sizes, texts = 0, [], []
         for shape, placements in itertools.product(SHAPES, PLACEMENTS):
             if any(isinstance(p, Shard) and p.dim >= len(shape) for p in placements):
                 continue
@@ -41,34 +40,30 @@ def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
             assert torch.equal(own.extract(whole.reshape(-1)), values)
             taken = torch.cat([spec.extract(whole.reshape(-1)) for spec in ranks])
             assert sorted(taken.tolist()) == whole.flatten().tolist(), "every value once"
-            checked += 1
         for size in range(2, 14):
+            torch.manual_seed(0)
             model = nn.Linear(3, size, bias=False)
-            nn.init.normal_(model.weight, generator=torch.Generator().manual_seed(0))
             whole = model.weight.detach().clone()
             model.weight = nn.Parameter(distribute_tensor(whole, mesh["tensor"], [Shard(0)]))
             fully_shard(model, mesh=mesh["data"])
             assert torch.equal(part_of(model.weight, whole), model.weight.to_local())
             specs = shard_specs({"weight": model.weight}, group, range(world_size))["weight"]
-            sizes.append(sum(spec.length for spec in specs))
+            assert sum(spec.length for spec in specs) == 3 * size
         partial = DTensor.from_local(torch.ones(4), mesh["data"], [Partial()])
         # The ranks of one row only hold one half each, those of the other row nothing that fits it.
         missing = distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)])
-        for tensor, members in ((partial, range(4)), (missing, range(1, 4))):
-            with pytest.raises(ValueError, match="'it' cannot be exchanged") as caught:
+        for tensor, members, told in (
+            (partial, range(4), "no whole values on any rank"),
+            (missing, range(1, 4), r"ranks of several worker groups: ranks \[0\] belong to others"),
+        ):
+            with pytest.raises(ValueError, match=f"'it' cannot be exchanged.*{told}"):
                 shard_specs({"it": tensor}, group, members)
-            texts.append(str(caught.value))
         model = nn.Linear(4, 4)
-        model.register_buffer("mean", distribute_tensor(torch.ones(4), mesh["data"], [Shard(0)]))
+        model.register_buffer("mean", missing)
         with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
             StreamingDiLoCo(model, worker_groups=1)
-        return checked, sizes, texts
 
-    for checked, sizes, texts in run_ranks(check, 4):
-        assert checked == 4 * 4 + 4 * 9
-        assert sizes == [3 * size for size in range(2, 14)]
-        assert "no whole values on any rank" in texts[0]
-        assert "ranks of several worker groups: ranks [0] belong to others" in texts[1]
+    run_ranks(check, 4)
 
 
 def test_outer_state_survives_being_sharded_and_joined() -> None:
@@ -96,26 +91,23 @@ def names_of(engine: StreamingDiLoCo) -> list[str]:
 def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank() -> None:
     """A wrapper over the ranks of the group is taken off, and one over fewer is refused."""
 
-    def construct(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    def construct(rank: int, world_size: int) -> None:
         groups, part = WorkerGroups(2), nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
-        whole = [DistributedDataParallel(mlp()), torch.compile(DistributedDataParallel(mlp())), part]
-        texts = [refusal(StreamingDiLoCo, model, worker_groups=2) for model in whole]
+        own, whole = "2 and 3" if rank > 1 else "0 and 1", DistributedDataParallel(mlp())
+        told = refusal(StreamingDiLoCo, whole, worker_groups=2)
+        assert f"over ranks 0, 1, 2 and 3, and the worker group of this rank is ranks {own}" in told
+        assert "process_group=WorkerGroups(2).process_group" in told
+        assert refusal(StreamingDiLoCo, torch.compile(whole), worker_groups=2) == told
+        assert refusal(StreamingDiLoCo, part, worker_groups=2).startswith("The module '0' of the model")
         assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
         model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
-        texts.append(refusal(StreamingDiLoCo, model, worker_groups=1))
+        told = f"over ranks {own}, and the worker group of this rank is ranks 0, 1,"
+        assert told in refusal(StreamingDiLoCo, model, worker_groups=1)
         engine = StreamingDiLoCo(model, worker_groups=groups)
         assert engine.topology is groups.topology
-        return texts, names_of(engine)
+        assert names_of(engine) == NAMES
 
-    for rank, (texts, names) in enumerate(run_ranks(construct, 4)):
-        whole, compiled, part, fewer = texts
-        own = "2 and 3" if rank > 1 else "0 and 1"
-        assert f"over ranks 0, 1, 2 and 3, and the worker group of this rank is ranks {own}" in whole
-        assert "process_group=WorkerGroups(2).process_group" in whole
-        assert compiled == whole
-        assert part.startswith("The module '0' of the model")
-        assert f"over ranks {own}, and the worker group of this rank is ranks 0, 1," in fewer
-        assert names == NAMES
+    run_ranks(construct, 4)
 
 
 def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
@@ -129,11 +121,11 @@ def test_what_fabric_wraps_has_the_names_that_the_user_gave() -> None:
 
 
 def test_parameters_that_are_sharded_over_all_groups_or_lie_flat_are_refused() -> None:
-    def construct(rank: int, world_size: int) -> list[str]:
+    def construct(rank: int, world_size: int) -> None:
         sharded = fully_shard(mlp(), mesh=init_device_mesh("cpu", (2,)))
+        told = f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}"
+        assert re.search(told, refusal(StreamingDiLoCo, sharded, worker_groups=2))
         flat = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
-        return [refusal(StreamingDiLoCo, one, worker_groups=groups) for one, groups in ((sharded, 2), (flat, 1))]
+        assert re.search("FullyShardedDataParallel.*fully_shard", refusal(StreamingDiLoCo, flat, worker_groups=1))
 
-    for rank, (sharded, flat) in enumerate(run_ranks(construct, 2)):
-        assert re.search(f"'0.weight' is sharded over ranks of several .* a mesh of rank {rank}", sharded)
-        assert re.search("FullyShardedDataParallel.*fully_shard", flat)
+    run_ranks(construct, 2)

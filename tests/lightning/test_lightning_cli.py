@@ -148,5 +148,5 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
     assert arguments["mixing"]["init_args"] == {"strength": 0.1, "kept": 0.0}
     # A dataclass that stands for itself is shown by its fields alone.
     assert arguments["exchange"] == {"parts": "by_bandwidth", "links": [1.0, 1.0, 0.5], "backend": "gloo"}
-    for name in ("lightning_sdiloco.Ring", "tests.engine.test_routes.Neighbours"):
+    for name in ("lightning_sdiloco.Ring", "tests.engine.test_policies.Neighbours"):
         assert printed(route={"class_path": name}, compression="int8")["route"]["class_path"] == name
