@@ -1,14 +1,13 @@
 """``"auto"``: what the planner chooses from measured numbers, the same in all ranks, saved and taken up again."""
 
-import logging
+import csv
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_sdiloco import StreamingDiLoCoStrategy, TwoShot
@@ -22,7 +21,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.bits import same
-from tests.fits import LIGHTNING, SomeBatches, fit, module, trainer
+from tests.fits import LIGHTNING, SomeBatches, fit, module, refusal, said_by, trainer
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -61,8 +60,8 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
 
 def on_a_slow_link() -> None:
     """Fixes the measured numbers in a rank, which would be others in every run."""
-    auto_settings.measure_link = lambda topology, timeout: SLOW  # type: ignore[assignment, misc]
-    Options.step_time = lambda self: 0.05  # type: ignore[method-assign]
+    auto_settings.measure_link = lambda topology, timeout: SLOW
+    Options.step_time = lambda self: 0.05
 
 
 # What is chosen
@@ -97,12 +96,17 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_one_with_it(rank: int) -> None:
+def test_a_slow_link_gets_the_planners_other_choice_is_told_and_the_run_is_bit_for_bit_one_with_it(
+    rank: int, tmp_path: Path
+) -> None:
     on_a_slow_link()
+    said, logger = said_by("lightning_sdiloco"), CSVLogger(tmp_path, "", "")
     slow = chosen(SLOW, *AUTO)
     expected = of_planner(Measured(0.05, SLOW), auto_settings.candidates_among(tuple(AUTO), Settings()))
     assert slow == expected != chosen(Link(10.0), *AUTO)
-    auto, explicit = (fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=made) for choices in (AUTO, slow))
+    auto, explicit = (
+        fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, {"logger": logger}, made) for choices in (AUTO, slow)
+    )
     assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow
     assert auto["report"]["landings"] > 2
     assert explicit["inspected"]["measured"] is None
@@ -110,6 +114,15 @@ def test_a_slow_link_gets_the_planners_other_choice_and_the_run_is_bit_for_bit_o
     assert same(auto["outer"], explicit["outer"])
     untimed = {"exposed_wait_s": 0, "in_flight_s": 0}
     assert {**auto["report"], **untimed} == {**explicit["report"], **untimed}
+    if rank == 0:
+        (told_of_it,) = [text for text in said if "Chosen: " in text]
+        chosen_so = "Chosen: sync_every={sync_every}, overlap_steps={overlap_steps}, fragments={fragments!r}"
+        assert chosen_so.format(**slow) in told_of_it
+        assert "an inner step takes 0.05 s, the link carries 5 kbit/s with a round trip of 50 ms" in told_of_it
+        with (tmp_path / "metrics.csv").open() as file:
+            row = next(row for row in csv.DictReader(file) if row["sdiloco/sync_every"])
+        logged = [float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "link_gbit_s")]
+        assert logged == [slow["sync_every"], slow["overlap_steps"], 5e-6]
 
 
 # Checkpoints
@@ -121,42 +134,39 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
     saved, own = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}, recommended()._asdict()
     path = tmp_path / "given.ckpt"
 
-    def numbers(groups: int, *fits: tuple[int, Path | None], **choices: Any) -> list[Any]:
-        seen, model = [], module(seed=rank)
+    def numbers(groups: int, start: Path | None = path, again: bool = True, **choices: Any) -> list[Any]:
         strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
-        runner = trainer(strategy=strategy, devices=2, max_steps=6)
-        for steps, resume in fits:
-            runner.fit_loop.epoch_loop.max_steps = steps
-            runner.fit(model, SomeBatches(rank, 20), ckpt_path=resume)
+        runner, model, seen = trainer(strategy=strategy, devices=2, max_steps=6 if start is None else 10), module(), []
+        for more in (0, 4)[: 1 + again]:
+            runner.fit_loop.epoch_loop.max_steps += more
+            runner.fit(model, SomeBatches(rank, 20), ckpt_path=start if more == 0 else None)
             seen.append(strategy.engine.settings.numbers)
-        if "mixing" in choices:
+        if start is None:
             runner.save_checkpoint(path)
         return seen
 
-    numbers(2, (6, None), **saved)
-    assert numbers(2, (10, path), (14, None)) == [saved, own]
-    assert numbers(1, (10, path), (14, None)) == [saved, own]
-    assert numbers(2, (10, path), resume="restart") == [own]
+    numbers(2, None, again=False, **saved)
+    assert numbers(2) == numbers(1) == [saved, own]
+    assert numbers(2, again=False, resume="restart") == [own]
 
 
 @in_ranks(2)
 def test_a_resumed_fit_goes_on_exactly(rank: int, tmp_path: Path) -> None:
     """After the choice, which is then taken from the checkpoint, and before it."""
 
-    def play(every: int, ckpt_path: Path | None = None) -> Any:
+    def play(every: int, resume: Path | None = None) -> Any:
         torch.manual_seed(rank)
         saving = ModelCheckpoint(tmp_path / str(every), filename="{step}", every_n_train_steps=every, save_top_k=-1)
-        more = {"max_steps": 60, "max_epochs": -1, "callbacks": [saving], "enable_checkpointing": True}
-        runner, model = trainer(strategy=StreamingDiLoCoStrategy(**AUTO), devices=2, **more), module(seed=rank)
-        runner.fit(model, SomeBatches(rank, every), ckpt_path=ckpt_path)
-        return told(runner, model)
+        more = {"max_epochs": -1, "callbacks": [saving], "enable_checkpointing": True}
+        given: dict[str, Any] = {"loader": SomeBatches(rank, every), "resume": resume, "trainer_choices": more}
+        return fit(rank, 2, 2, 60, AUTO, inspect=told, **given)["inspected"]
 
+    on_a_slow_link()
     for every in (5, 40):
-        on_a_slow_link()
         one = play(every)
         # Another measurement would lead to another choice.
         if every == 40:
-            auto_settings.measure_link = lambda topology, timeout: Link(100.0)  # type: ignore[assignment, misc]
+            auto_settings.measure_link = lambda topology, timeout: Link(100.0)
         other = play(every, tmp_path / str(every) / f"step={every}.ckpt")
         assert other["settings"] == one["settings"]
         assert same(other["held"], one["held"])
@@ -164,18 +174,6 @@ def test_a_resumed_fit_goes_on_exactly(rank: int, tmp_path: Path) -> None:
 
 
 # What is said, and what is refused
-
-
-def test_the_choice_is_announced_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    written: list[tuple[dict[str, float], int]] = []
-    logger = SimpleNamespace(log_metrics=lambda metrics, step: written.append((metrics, step)))
-    with caplog.at_level(logging.WARNING):
-        auto_settings.tell(Settings(sync_every=50), 4, Measured(0.25, SLOW), [logger], 8)
-    assert "Chosen: sync_every=50, overlap_steps=5, fragments='strided:3'" in caplog.text
-    assert "an inner step takes 0.25 s, the link carries 5 kbit/s with a round trip of 50 ms" in caplog.text
-    ((metrics, step),) = written
-    told = [metrics[f"sdiloco/{name}"] for name in ("sync_every", "fragments", "link_gbit_s")]
-    assert (step, told) == (8, [50, 4, 5e-6])
 
 
 @in_ranks(2)
@@ -188,12 +186,10 @@ def test_auto_is_refused_where_it_means_nothing(rank: int) -> None:
         ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
         ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
     ):
-        with pytest.raises(ValueError, match=words):
-            StreamingDiLoCoStrategy(**choices)  # type: ignore[arg-type]
-
-    words = "settings of the strategy differ.*sync_every is 50 on rank 0, 'auto' on rank 1"
-    with pytest.raises(ValueError, match=f"(?s){words}"):
-        fit(rank, 2, 2, 5, {"sync_every": "auto" if rank else 50})
+        assert words in refusal(StreamingDiLoCoStrategy, **choices)
+    told_of_it = refusal(fit, rank, 2, 2, 5, {"sync_every": "auto" if rank else 50})
+    assert "settings of the strategy differ" in told_of_it
+    assert "sync_every is 50 on rank 0, 'auto' on rank 1" in told_of_it
 
 
 @in_ranks(3)
@@ -203,7 +199,7 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> No
         assert found.gbit_s > 0.001
         return replace(found, gbit_s=[2.0, 1.99, 1.0][to])
 
-    auto_settings.measure_link = skewed  # type: ignore[assignment]
+    auto_settings.measure_link = skewed
     choices = {"sync_every": 10, "overlap_steps": 2, "exchange": TwoShot(), "compression": "fp4"}
     trained = fit(rank, 3, 3, 14, choices, LIGHTNING, "sgd", told)
     assert trained["inspected"]["settings"]["exchange"] == TwoShot(links=(2.0, 2.0, 1.0))

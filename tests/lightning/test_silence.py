@@ -52,10 +52,8 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
         return model
 
     def inspect(trainer: Any, module: Any) -> Any:
-        targets = [trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, *trainer.callbacks]
-        replaced = {"_broadcast_sigterm_tensor", "_sigterm_notifier_fn", "_check_time_remaining", "get_metrics"}
-        replaced |= {"_slurm_sigusr_handler_fn", "on_advance_end"}
-        assert not any(replaced & set(vars(target)) for target in targets), "undone after the fit"
+        replaced = {"_check_time_remaining", "on_advance_end", "get_metrics"}
+        assert not any(replaced & set(vars(callback)) for callback in trainer.callbacks), "undone after the fit"
         assert module.computed.dist_sync_fn is None
         return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
 
@@ -89,7 +87,7 @@ def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_
         time.sleep(0.02)
         return self.loss(parts)
 
-    class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):  # type: ignore[misc]
+    class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):
         def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
             saved.append(trainer.global_step)
             super()._save_checkpoint(trainer, filepath)
@@ -127,21 +125,20 @@ class GatherLayer(torch.autograd.Function):
         return every[dist.get_rank()]
 
 
-def of_world(module: Any, tensor: Tensor, index: int) -> Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     return torch.stack(GatherLayer.apply(tensor))
-
-
-def now_and_then(module: Any, tensor: Tensor, index: int) -> Tensor:
-    return of_world(module, tensor, index) if index % 3 else tensor
 
 
 @in_ranks(2)
 def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path: Path) -> None:
-    """Of a module that normalises, measures and logs over all ranks, in a fit that validates, saves and may stop."""
+    """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in loops of Fabric."""
+    said = said_by("lightning_sdiloco")
+    chosen: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "warmup_steps": 2}
 
-    def said_of(distribution: str, groups: int, gather: Any, manual: bool) -> list[str]:
+    def of_trainer(distribution: str, groups: int, every: int, manual: bool) -> None:
         def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            loss = gather(self, self.net(parts[0]), index).square().mean()
+            seen = self.net(parts[0])
+            loss = (gathered(seen) if every == 1 or index % every else seen).square().mean()
             self.mean.update(loss)
             self.log("mean", self.mean)
             self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True)
@@ -160,46 +157,40 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
         model.mean, model.automatic_optimization = MeanMetric(), not manual
         callbacks = importlib.import_module(distribution).callbacks
         saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
-        strategy = fits.strategy(distribution, worker_groups=groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-        chosen = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
-        length = {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
-        trainer = fits.trainer(distribution, strategy=strategy, devices=2, **chosen, **length)
-        said, batches = said_by("lightning_sdiloco"), fits.SomeBatches(rank, 6)
+        more = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
+        more |= {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
+        strategy = fits.strategy(distribution, worker_groups=groups, **chosen)
+        trainer, batches = fits.trainer(distribution, strategy=strategy, devices=2, **more), fits.SomeBatches(rank, 6)
         trainer.fit(model, batches, batches)
         assert trainer.global_step == 12
-        return [text for text in said if "in a row" in text]
 
-    for distribution, groups, gather, manual, times in (
-        (LIGHTNING, 2, of_world, False, 1),
-        ("pytorch_lightning", 2, of_world, True, 1),
-        (LIGHTNING, 1, of_world, False, 0),
-        (LIGHTNING, 2, now_and_then, False, 0),
-    ):
-        told = said_of(distribution, groups, gather, manual)
-        assert len(told) == (times if rank == 0 else 0)
-        for text in told:
-            assert "group=trainer.strategy.topology.in_group.process_group" in text
-            assert "self.all_gather" in text
-
-
-@in_ranks(2)
-def test_a_loop_of_fabric_is_told_of_a_gather_over_all_ranks_between_forward_and_backward(rank: int) -> None:
-    for groups, in_batches, times in ((2, True, 1), (2, False, 0), (1, True, 0)):
-        said = said_by("lightning_sdiloco")
-        strategy = StreamingDiLoCoFabricStrategy(groups, sync_every=4, overlap_steps=1, warmup_steps=2)
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    def of_fabric(groups: int, in_batches: bool) -> None:
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(groups, **chosen))
         fabric.launch()
         model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
         for step in range(9):
             x, _ = batch(rank, step)
             seen = model(x)
-            fabric.backward((torch.stack(GatherLayer.apply(seen)) if in_batches else seen).square().mean())
+            fabric.backward((gathered(seen) if in_batches else seen).square().mean())
             optimizer.step()
             optimizer.zero_grad()
             with fabric.strategy.evaluate(), torch.no_grad():
                 fabric.all_reduce(model(x).mean())
             fabric.barrier()
         fabric.strategy.finish()
+
+    for play, advised, times in (
+        (partial(of_trainer, LIGHTNING, 2, 1, False), "trainer", 1),
+        (partial(of_trainer, "pytorch_lightning", 2, 1, True), "trainer", 1),
+        (partial(of_trainer, LIGHTNING, 1, 1, False), "", 0),
+        (partial(of_trainer, LIGHTNING, 2, 3, False), "", 0),  # now and then
+        (partial(of_fabric, 2, True), "fabric", 1),
+        (partial(of_fabric, 2, False), "", 0),
+        (partial(of_fabric, 1, True), "", 0),
+    ):
+        said.clear()
+        play()
         told = [text for text in said if "in a row" in text]
-        assert len(told) == (times if rank == 0 else 0)
-        assert all("group=fabric.strategy.topology.in_group.process_group" in text for text in told)
+        assert len(told) == (times if rank == 0 else 0), play
+        assert all(f"group={advised}.strategy.topology.in_group.process_group" in text for text in told)
+        assert all("self.all_gather" in text for text in told if advised == "trainer")
