@@ -1,17 +1,32 @@
-"""Validation, testing and prediction: which model they see, that they leave it alone, and that all ranks agree."""
+"""Which weights are evaluated, averaged and saved: all ranks agree on them, and training goes on as it was."""
 
 import importlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from tests import fits
-from tests.fits import LIGHTNING, SomeBatches
-from tests.lightning.test_checkpoint import assert_same, saving, traced, unequal
+from tests.fits import LIGHTNING, SomeBatches, refusal
+from tests.lightning.test_checkpoint import (
+    CHOICES,
+    STEPS,
+    Trained,
+    assert_resumed,
+    assert_same,
+    at,
+    outer_of,
+    run_fit,
+    save,
+    saving,
+    traced,
+    unequal,
+)
 from tests.ranks import agreed, in_ranks
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
@@ -23,24 +38,21 @@ def net_of(model: nn.Module) -> dict[str, Tensor]:
 
 def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
     """A traced module that keeps what it holds in each step of an evaluation, and logs in three ways."""
-    base = type(traced(distribution, seed))
 
-    class Evaluated(base):  # type: ignore[misc, valid-type]
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.seen.append(net_of(self))
-            self.metric.update(float(self.global_rank))
-            self.log("loss", self.loss(parts), sync_dist=True)
-            self.log("rank", float(self.global_rank), sync_dist=True)
-            self.log("metric", self.metric)
+    def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.seen.append(net_of(self))
+        self.metric.update(float(self.global_rank))
+        self.log("loss", self.loss(parts), sync_dist=True)
+        self.log("rank", float(self.global_rank), sync_dist=True)
+        self.log("metric", self.metric)
 
-        test_step = validation_step
+    def predict_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        self.seen.append(net_of(self))
+        return torch.as_tensor(self.net(parts[0]))
 
-        def predict_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            self.seen.append(net_of(self))
-            return torch.as_tensor(self.net(parts[0]))
-
-    model = Evaluated()
-    model.metric, model.seen, model.trace = MeanMetric(), [], {}
+    steps = {"validation_step": validation_step, "test_step": validation_step, "predict_step": predict_step}
+    model = traced(distribution, seed, seen=[], **steps)
+    model.metric = MeanMetric()
     return model
 
 
@@ -52,7 +64,7 @@ def test_validation_in_a_fit_leaves_all_as_it_was_agrees_on_all_ranks_and_with_t
     callbacks = importlib.import_module(distribution).callbacks
     loader, average = SomeBatches(rank, 2), callbacks.EMAWeightAveraging(decay=0.6)
 
-    class Reader(callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Reader(callbacks.Callback):
         def on_validation_start(self, trainer: Any, module: Any) -> None:
             in_flight.append(len(trainer.strategy.engine.in_flight) if trainer.strategy.engine else 0)
             averaged = average in trainer.callbacks and trainer.state.fn == "fit" and not trainer.sanity_checking
@@ -102,7 +114,7 @@ def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoi
     local: list[dict[str, Tensor]] = []
     outer: list[dict[str, Tensor]] = []
 
-    class Reader(importlib.import_module(distribution).Callback):  # type: ignore[misc]
+    class Reader(importlib.import_module(distribution).Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             local.append(net_of(module))
             outer.append(trainer.strategy.outer_state_dict())
@@ -134,7 +146,7 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_r
 ) -> None:
     written: dict[str, list[Tensor]] = {"batches": [], "epoch": []}
 
-    class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):  # type: ignore[misc]
+    class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):
         def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *args: Any) -> None:
             written["batches"].append(prediction)
 
@@ -174,3 +186,223 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_r
             assert [torch.equal(model.net(parts[0]), its) for parts, its in zip(loader, predictions, strict=True)] == [
                 True
             ] * 2
+
+
+# Averages of weights
+
+DECAY = 0.6
+HOOKS = {"should_update", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_train_epoch_start"}
+
+
+def averaging(distribution: str = LIGHTNING, **choices: Any) -> Any:
+    return importlib.import_module(distribution).callbacks.EMAWeightAveraging(decay=DECAY, **choices)
+
+
+def stochastic(distribution: str = LIGHTNING) -> Any:
+    """With a learning rate that changes the steps, from the third epoch on."""
+    return importlib.import_module(distribution).callbacks.StochasticWeightAveraging(0.2, swa_epoch_start=3)
+
+
+def recorder(distribution: str, average: Any) -> Any:
+    """A callback that notes the outer parameters at each landing, and the average before every step."""
+
+    class Recorder(importlib.import_module(distribution).Callback):
+        def __init__(self) -> None:
+            self.landings = 0.0
+            self.outer: dict[int, dict[str, Tensor]] = {}
+            self.averages: dict[int, dict[str, Tensor]] = {}
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+            state = average._average_model.state_dict()
+            self.averages[trainer.global_step] = {name: values.clone() for name, values in state.items()}
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            landings = trainer.strategy.report()["landings"]
+            if landings > self.landings or trainer.strategy.engine.is_finished:
+                self.outer[trainer.global_step] = trainer.strategy.outer_state_dict()
+            self.landings = landings
+
+    return Recorder()
+
+
+def expected_average(outer: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    average = dict(outer[0])
+    for values in outer[1:]:
+        average = {name: DECAY * average[name] + (1 - DECAY) * values[name] for name in average}
+    return average
+
+
+def among(values: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: values[name] for name in names}
+
+
+def fit(
+    place: tuple[int, int], distribution: str = LIGHTNING, every: int = 3, then: Any = (), **choices: Any
+) -> Trained:
+    """Fits with an average, and after some of the steps does something; of the callback it returns what it noted."""
+    average = averaging(distribution, update_every_n_steps=every)
+    callbacks = [recorded := recorder(distribution, average), average, at(dict(then), distribution)]
+    trained = run_fit(*place, distribution=distribution, callbacks=callbacks, **choices)
+    assert not set(vars(average)) & HOOKS, "hooks are put back"
+    return {**trained, "averages": recorded.averages, "landed": recorded.outer}
+
+
+def stop(trainer: Any) -> None:
+    trainer.should_stop = True
+
+
+@in_ranks(2, timeout=110.0)
+def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_training_and_resumes(
+    rank: int, distribution: str, tmp_path: Path
+) -> None:
+    place = rank, 2
+    plain = run_fit(*place, distribution=distribution)
+    saved = fit(place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)})
+    landed, outer = saved["landed"], saved["outer"]
+    assert_same(outer, plain["outer"])
+    assert_resumed(saved, plain, 0)
+    assert sorted(landed) == [13, 15, 17, 19, 21, 23, 25, 26]
+    # Updates are wanted after steps 1, 4, 7, ...: each is made with the next landing.
+    expected = expected_average([landed[step] for step in (13, 17, 19, 23, 25)])
+    assert_same(among(saved["model"], expected), expected)
+    assert set(unequal(among(saved["model"], outer), outer)) == outer.keys()
+    assert agreed(saved["model"])
+    file = torch.load(tmp_path / str(STEPS), weights_only=True)
+    assert_same(among(file["state_dict"], outer), expected)
+    assert_same(among(file["current_model_state"], outer), outer)
+    # 15: something landed and no update was wanted; 16: one was wanted and nothing landed; 13: both.
+    for end in (13, 15, 16):
+        fit(place, distribution, steps=end, then={end: save(tmp_path / f"finished {end}")})
+    for name, step in (("16", 16), ("finished 13", 13), ("finished 15", 15), ("finished 16", 16)):
+        resumed = fit(place, distribution, path=tmp_path / name)
+        assert_resumed(resumed, saved, step)
+        assert_same(resumed["model"], saved["model"])
+        assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
+    stopped = fit(place, distribution, every=1, steps=1000, then={16: stop})
+    assert sorted(stopped["landed"]) == [13, 15]  # step 16 wanted an update too, and the end is a landing
+    expected = expected_average([*stopped["landed"].values(), stopped["outer"]])
+    assert_same(among(stopped["model"], expected), expected)
+
+
+@in_ranks(3)
+def test_with_another_number_of_groups_all_start_from_the_outer_parameters(rank: int, tmp_path: Path) -> None:
+    of = partial(fit, (rank, 3), every=1, steps=18, overlap_steps=0)
+    of(groups=1, then={16: save(tmp_path / "of one")})
+    outer = torch.load(tmp_path / "of one", weights_only=True)["current_model_state"]
+    resumed = of(groups=3, path=tmp_path / "of one")
+    assert_same(outer_of(resumed, 16), among(outer, resumed["outer"]))
+    assert agreed(resumed["model"])
+
+
+@in_ranks(2, timeout=110.0)
+def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
+    def at_end(trainer: Any, module: Any) -> None:
+        outer = trainer.strategy.outer_state_dict().items()
+        ends.append({name.removeprefix("net."): values for name, values in outer})
+
+    def fit(average: Any, epochs: int, folder: str = "", resume: str = "") -> Trained:
+        saves = [] if resume else saving(distribution, tmp_path / folder, filename="{epoch}")
+        saves += [importlib.import_module(distribution).callbacks.LambdaCallback(on_train_epoch_end=at_end)]
+        more = {"max_epochs": epochs, "callbacks": [average, *saves], "enable_checkpointing": not resume}
+        given: dict[str, Any] = {"trainer_choices": more, "loader": SomeBatches(rank, 9)}
+        given["resume"] = tmp_path / resume if resume else None
+        ends.clear()
+        trained = fits.fit(rank, 2, 2, 40 if epochs < 0 else -1, CHOICES, distribution, inspect=rate, **given)
+        assert not set(vars(average)) & HOOKS, "hooks are put back"
+        assert agreed(trained["model"])
+        return trained
+
+    def rate(trainer: Any, module: Any) -> float:
+        return float(trainer.optimizers[0].param_groups[0]["lr"])
+
+    ends: list[dict[str, Tensor]] = []
+    moving = partial(averaging, distribution, update_every_n_steps=0, update_starting_at_epoch=0)
+    plain = fit(moving(), 4, "moving")
+    assert_same(plain["model"], expected_average(ends))
+    fit(moving(), 2, "shorter")
+    for resume in ("moving/epoch=1.ckpt", "shorter/epoch=1.ckpt"):
+        resumed = fit(moving(), 4, resume=resume)
+        assert_same(resumed["model"], plain["model"])
+        assert_same(resumed["outer"], plain["outer"])
+    plain = fit(stochastic(distribution), 5, "stochastic")
+    assert plain["inspected"] != 0.05, "the callback's own schedule"
+    for name, values in plain["model"].items():
+        assert torch.allclose(values, sum(ends[epoch][name] for epoch in (1, 2, 3)) / 3, atol=1e-6)
+        assert not torch.allclose(values, plain["outer"][name], atol=1e-4)
+    resumed = fit(stochastic(distribution), 5, resume="stochastic/epoch=3.ckpt")
+    assert_same(resumed["model"], plain["model"])
+    assert_same(resumed["outer"], plain["outer"])
+    endless = fit(stochastic(distribution), -1, "endless")
+    assert set(unequal(endless["model"], endless["outer"])) == endless["outer"].keys()
+
+
+class Counting(nn.Linear):
+    """Counts in every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(5, 3)
+        self.rank = rank
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += self.rank + 1
+        return super().forward(x)
+
+
+@in_ranks(2)
+def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the_rank(
+    rank: int, tmp_path: Path
+) -> None:
+    for precision in ("64-true", "bf16-true", "bf16-mixed"):
+        choices = {"callbacks": [averaging()], "trainer_choices": {"precision": precision}}
+        assert agreed(run_fit(rank, 2, steps=15, **choices)["model"]), precision
+
+    # The average of the second of two fits.
+    average, model = averaging(), fits.module(seed=rank)
+    trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, max_steps=15, callbacks=[average])
+    trainer.fit(model, SomeBatches(rank, 30))
+    trainer.fit_loop.epoch_loop.max_steps = 40
+    trainer.callbacks.append(recorded := recorder(LIGHTNING, average))
+    trainer.fit(model, SomeBatches(rank, 30))
+    assert_same(dict(model.state_dict()), expected_average(list(recorded.outer.values())))
+
+    def counted(path: Path | None = None) -> int:
+        # The only update is wanted before the checkpoint.
+        average = averaging(update_every_n_steps=100, update_starting_at_step=5)
+        average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5
+        saves = [] if path else [at({18: save(tmp_path / "18")})]
+        given: dict[str, Any] = {"trainer_choices": {"callbacks": [average, *saves]}, "resume": path}
+        given |= {"make": lambda *args, **kwargs: fits.module(net=Counting(rank)), "loader": SomeBatches(rank, 30)}
+        torch.manual_seed(0)
+        trained = fits.fit(rank, 2, 2, 20, CHOICES, inspect=lambda trainer, module: int(module.net.count), **given)
+        return int(trained["inspected"])
+
+    count = counted()
+    assert not agreed(count)
+    assert counted(tmp_path / "18") == count
+
+
+def test_the_main_process_gets_the_average_of_a_fit_that_ran_in_others() -> None:
+    model = BoringModel()
+    strategy = fits.strategy(start_method="fork", **CHOICES)
+    fits.trainer(strategy=strategy, devices=2, max_steps=20, callbacks=[averaging()]).fit(model)
+    outer = strategy.outer_state_dict()
+    assert set(unequal(among(dict(model.named_parameters()), outer), outer)) == outer.keys()
+
+
+@in_ranks(2)
+def test_callbacks_that_cannot_work_are_refused(rank: int) -> None:
+    callbacks = importlib.import_module(LIGHTNING).callbacks
+    spikes = importlib.import_module(f"{LIGHTNING}.callbacks.spike").SpikeDetection
+    refused: list[tuple[str, list[Any], dict[str, Any]]] = [
+        ("several callbacks that average weights", [averaging(), callbacks.WeightAveraging()], {}),
+        ("StochasticWeightAveraging, EMAWeightAveraging", [stochastic(), averaging()], {}),
+        ("StochasticWeightAveraging is used with a model that has BatchNorm", [stochastic()], {}),
+        ("ModelPruning chooses what to prune from the local", [callbacks.ModelPruning("l1_unstructured")], {}),
+        ("SpikeDetection asks all ranks after every batch", [spikes()], {}),
+        ("val_check_interval is a time, 600 s: ", [], {"val_check_interval": "00:00:10:00"}),
+    ]
+    for words, chosen, choices in refused:
+        model = fits.module(net=nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)))
+        trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, max_epochs=2, callbacks=chosen, **choices)
+        assert words in refusal(trainer.fit, model, SomeBatches(rank, 4))

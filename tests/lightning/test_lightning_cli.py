@@ -2,16 +2,14 @@
 
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from lightning_sdiloco import StreamingDiLoCoModelParallelStrategy, StreamingDiLoCoStrategy
-from tests.scripts import run_script
+from tests.fits import refusal
+from tests.scripts import run_python, run_script
 
 SCRIPT = """
 import torch
@@ -42,10 +40,6 @@ if __name__ == "__main__":
                  enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False))
 """
 
-OURS = {
-    "lightning.pytorch": "lightning_sdiloco.StreamingDiLoCoStrategy",
-    "pytorch_lightning": "lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy",
-}
 SHORT: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "fragments": "strided:1", "start_method": "fork"}
 WRAPPED = {
     "class_path": "lightning_sdiloco.compression.ErrorFeedback",
@@ -74,29 +68,22 @@ def run(
     script, config = folder / "train.py", folder / "settings.yaml"
     script.write_text(SCRIPT.format(distribution=distribution))
     (folder / "config.yaml").unlink(missing_ok=True)  # what a fit before this one has saved
-    kind = "DiLoCoModelParallel" if given.pop("sharded", False) else "DiLoCo"
-    name = OURS[distribution].replace("DiLoCo", kind)
+    home = "lightning_sdiloco" if distribution == "lightning.pytorch" else f"lightning_sdiloco.{distribution}"
+    name = f"{home}.StreamingDiLoCo{'ModelParallel' if given.pop('sharded', False) else ''}Strategy"
     config.write_text(yaml.safe_dump({"trainer": {"strategy": {"class_path": name, "init_args": given}}}))
-    if not fresh:
-        return run_script(script, "fit", "--config", "settings.yaml", *arguments)
-    command = [sys.executable, str(script), "fit", "--config", "settings.yaml", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = (script, "fit", "--config", "settings.yaml", *arguments)
+    return run_python(*command, folder=folder) if fresh else run_script(*command)
 
 
 def overriding(**given: Any) -> list[str]:
     return [f"--trainer.strategy.{name}={value}" for name, value in given.items()]
 
 
-def test_a_yaml_file_is_enough_in_a_script_that_does_not_import_us(tmp_path: Path) -> None:
-    # Five batches a rank: fragment 0 launches at 2 and 4, fragment 1 at 3 and 5.
-    assert "RESULT 4 1 SGD" in run(tmp_path, fresh=True, **SHORT, compression="fp4")
-
-
-def test_compressions_and_schedules_come_by_their_class_paths_and_arguments_override_the_file(tmp_path: Path) -> None:
-    for distribution in OURS:
-        output = run(tmp_path, distribution=distribution, **SHORT, outer_optimizer=OUTER, compression=WRAPPED)
+def test_a_yaml_file_is_enough_with_class_paths_and_arguments_override_it(tmp_path: Path) -> None:
+    given = {**SHORT, "outer_optimizer": OUTER, "compression": WRAPPED}
+    for distribution, fresh in (("lightning.pytorch", True), ("pytorch_lightning", False)):
+        output = run(tmp_path, distribution=distribution, fresh=fresh, **given)
+        # Five batches a rank: fragment 0 launches at 2 and 4, fragment 1 at 3 and 5.
         assert "RESULT 4 1 SGD" in output
         assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.02, values=Int2()), decay=0.9)" in output
         # 0.4 * (1 + cos(pi * round / 4)) / 2
@@ -113,13 +100,9 @@ def test_compressions_and_schedules_come_by_their_class_paths_and_arguments_over
     output = run(tmp_path, "--trainer.max_epochs=3", *auto, **SHORT)
     assert re.search("RESULT 0 [1-9][0-9]? SGD", output)
     assert "COMPRESSION ErrorFeedback(compression=TopK(share=0.015625, values=Int2()), decay=0.95)" in output
-    with pytest.raises(AssertionError) as refused:
-        run(tmp_path, **{**SHORT, "layers_per_fragment": 1, "tau": 3})
-    for words in (
-        "layers_per_fragment=1 is part of fragments: give fragments='strided:1'",
-        "tau=3 is called overlap_s",
-    ):
-        assert words in str(refused.value)
+    told = refusal(run, tmp_path, **{**SHORT, "layers_per_fragment": 1, "tau": 3}, kind=AssertionError)
+    assert "layers_per_fragment=1 is part of fragments: give fragments='strided:1'" in told
+    assert "tau=3 is called overlap_s" in told
 
 
 def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from lightning_sdiloco.lightning import model_format
 from tests import fits
 from tests.bits import same
 from tests.fits import LIGHTNING, Announced, batches, refusal
@@ -173,7 +174,7 @@ def lazy_but_seen() -> nn.Module:
     return net
 
 
-class Numbers(pl.LightningDataModule):  # type: ignore[misc, name-defined]
+class Numbers(pl.LightningDataModule):
     """The batches of a group from a LightningDataModule, which knows its trainer."""
 
     def __init__(self, group: int) -> None:
@@ -182,7 +183,7 @@ class Numbers(pl.LightningDataModule):  # type: ignore[misc, name-defined]
 
     def train_dataloader(self) -> DataLoader[Any]:
         assert self.trainer.lightning_module is not None
-        return batches(self.group)  # type: ignore[no-any-return]
+        return batches(self.group)
 
 
 def by_scaler() -> Any:
@@ -259,7 +260,7 @@ def run_loop(loop: Loop, strategy: Any, devices: int, loader: Any, **choices: An
     torch.manual_seed(0)
     model, trace = loop.make(), []
 
-    class Keep(pl.Callback):  # type: ignore[misc, name-defined]
+    class Keep(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
             held = {name: values.detach().clone() for name, values in module.state_dict().items()}
@@ -423,3 +424,49 @@ def test_a_communication_hook_of_ddp_stays_in_the_group(rank: int) -> None:
         run_loop(loop, strategy, 4, batches(rank // 2, rank % 2, 2), limit_train_batches=1)
         given = strategy._ddp_comm_state
         assert getattr(given, "process_group", given) is strategy.topology.in_group.process_group
+
+
+@in_ranks(1)
+def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def training_step(self: Any, parts: Any, index: int) -> Any:
+        self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
+        loss = self.loss(parts)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+    class Looking(pl.Callback):
+        def on_before_zero_grad(self, *_: Any) -> None: ...
+
+    late, of_the_net, default = [False] + [True] * 5, 4 * (5 * 3 + 3), model_format._LEAST_BYTES  # late as in Lightning
+    zeroing: dict[str, Any] = {"optimizer_zero_grad": lambda self, *args: args[-1].zero_grad()}
+    large: dict[str, Any] = {"optimize": lambda parameters: torch.optim.SGD(parameters, lr=1e-6)}
+    large["net"] = lambda: nn.Sequential(nn.Linear(5, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 3))
+    cases: dict[str, tuple[dict[str, Any], int, dict[str, Any], list[bool]]] = {
+        "large enough": ({}, of_the_net, {}, [False] * 6),
+        "too small": ({}, of_the_net + 1, {}, late),
+        "accumulated": ({}, 1, {"accumulate_grad_batches": 2}, [False, True] * 3),
+        "zeroing": (zeroing, 1, {}, late),
+        "zeroing, accumulated": (zeroing, 1, {"accumulate_grad_batches": 2}, late),
+        "stepping": ({"optimizer_step": HOOKS["optimizer_step"]}, 1, {}, late),
+        "manual": ({"automatic_optimization": False}, 1, {}, late),
+        "looking": ({}, 1, {"callbacks": [Looking()]}, late),
+        "67 MB": (large, default, {}, [False] * 6),
+    }
+    trained, wrong = {}, {}
+    for case, (members, least, choices, kept) in cases.items():
+        monkeypatch.setattr(model_format, "_LEAST_BYTES", least)
+        torch.manual_seed(0)
+        model = made(**{"net": lambda: nn.Linear(5, 3), "training_step": training_step, "kept": [], **members})()
+        trainer = fits.trainer(strategy=fits.strategy(worker_groups=1, **SHORT), devices=1, max_epochs=1, **choices)
+        trainer.fit(model, fits.SomeBatches(0, 6))
+        wrong |= {case: model.kept} if model.kept != kept else {}
+        trained[case] = list(model.parameters())
+    assert wrong == {}
+    # What is trained does not depend on it.
+    for early, other in (("large enough", "zeroing"), ("accumulated", "zeroing, accumulated")):
+        assert all(map(torch.equal, trained[early], trained[other]))

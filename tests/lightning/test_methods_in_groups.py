@@ -29,10 +29,10 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits, sharded
-from tests.fits import play, whole
+from tests.fits import whole
 from tests.lightning.test_checkpoint import saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
-from tests.ranks import in_ranks, run_ranks
+from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import batch, inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
@@ -50,7 +50,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "by norm": {"weighing": ByNorm(0.5)},
     "by median": {"weighing": ByMedian()},
 }
-Held = dict[str, list[Tensor]]
 
 
 def held_by(model: nn.Module, finish: Callable[[], Any]) -> list[Tensor]:
@@ -85,58 +84,58 @@ def simulated(
     return [[*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)]
 
 
-def in_simulation(make: Callable[[int], nn.Module]) -> list[Held]:
-    every = {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
-    return [{name: groups[group] for name, groups in every.items()} for group in range(GROUPS)]
-
-
-def in_shards(rank: int, world_size: int) -> Held:
-    held: Held = {}
-    size = world_size // GROUPS
-    mesh = init_device_mesh("cpu", (GROUPS, size), mesh_dim_names=("group", "data"))["data"]
-    for name, choices in METHODS.items():
-        model = sharded.even(0)
-        fully_shard(model[2], mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = inner_optimizer("sgd", model)
-        engine = StreamingDiLoCo(model, worker_groups=GROUPS, **{**CHOICES, **choices})
-        for step in range(1, STEPS + 1):
-            x, y = (part.chunk(size)[rank % size] for part in batch(rank // size, step))
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            engine.step()
-        held[name] = held_by(model, engine.finish)
-    return held
+def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tensor]]]:
+    return {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
 
 
 def test_groups_that_share_a_sharded_model_do_what_the_simulation_does() -> None:
     expected = in_simulation(sharded.even)
-    # The ranks of a group add up in another order.
-    close = partial(torch.allclose, atol=1e-6)
-    for rank, held in enumerate(run_ranks(in_shards, 2 * GROUPS, timeout=110.0)):
-        assert [name for name in METHODS if not all(map(close, held[name], expected[rank // 2][name]))] == []
+
+    def play(rank: int, world_size: int) -> list[str]:
+        (group, shard), wrong = divmod(rank, 2), []
+        mesh = init_device_mesh("cpu", (GROUPS, 2), mesh_dim_names=("group", "data"))["data"]
+        for name, choices in METHODS.items():
+            model = sharded.even(0)
+            fully_shard(model[2], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            optimizer = inner_optimizer("sgd", model)
+            engine = StreamingDiLoCo(model, worker_groups=GROUPS, **{**CHOICES, **choices})
+            for step in range(1, STEPS + 1):
+                x, y = (part.chunk(2)[shard] for part in batch(group, step))
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+                engine.step()
+            # The ranks of a group add up in another order.
+            close = map(partial(torch.allclose, atol=1e-6), held_by(model, engine.finish), expected[name][group])
+            wrong += [] if all(close) else [name]
+        return wrong
+
+    assert run_ranks(play, 2 * GROUPS, timeout=110.0) == [[]] * 2 * GROUPS
 
 
-@in_ranks(GROUPS, timeout=110.0)
-def test_loops_of_fabric_do_what_the_simulation_does(rank: int, tmp_path: Path) -> None:
-    expected = in_simulation(mlp)[rank]
-    for name, choices in METHODS.items():
-        strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
-        fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
-        fabric.launch()
-        model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
-        for step in range(1, STEPS + 1):
-            x, y = batch(rank, step)
-            optimizer.zero_grad()
-            fabric.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-        if name in ROUTES:
-            # A checkpoint holds what evaluation shows, and neither moves anything.
-            fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
-            with strategy.evaluate():
-                assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
-        assert all(map(torch.equal, held_by(net, strategy.finish), expected[name])), name
+def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
+    expected = in_simulation(mlp)
+
+    def play(rank: int, world_size: int) -> None:
+        for name, choices in METHODS.items():
+            strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
+            fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
+            fabric.launch()
+            model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
+            for step in range(1, STEPS + 1):
+                x, y = batch(rank, step)
+                optimizer.zero_grad()
+                fabric.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+            if name in ROUTES:
+                # A checkpoint holds what evaluation shows, and neither moves anything.
+                fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
+                with strategy.evaluate():
+                    assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
+            assert all(map(torch.equal, held_by(net, strategy.finish), expected[name][rank])), name
+
+    run_processes(play, GROUPS, timeout=110.0)
 
 
 @in_ranks(2 * GROUPS, timeout=110.0)
@@ -182,28 +181,28 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-def fitted(rank: int, world_size: int, name: str, folder: Path) -> list[Tensor]:
-    loader: Any = DataLoader(list(of_steps(rank)), batch_size=None)  # type: ignore[arg-type]
-    more: dict[str, Any] = {}
-    if name == "paced":
-        loader = Paced(loader, speed=0.5 if rank else 1.0)
-    if name == "drop compute":
-        loader = DropCompute(2, budget=inf)(loader)
-        more = {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(folder))]}
-    given: dict[str, Any] = {"trainer_choices": {"use_distributed_sampler": False, **more}, "loader": loader}
-    make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
-    trained = fits.fit(rank, 2, 2, STEPS, {**SHARED, **POLICIES[name]}, inner="adamw", make=make, **given)
-    return list(trained["model"].values())
-
-
 @pytest.mark.timeout(180)
 def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
-    ranks = play(2, {name: partial(fitted, name=name, folder=tmp_path) for name in POLICIES})
-    wrong = []
-    for name, choices in POLICIES.items():
-        how: dict[str, Any] = {"micro_batches": 2 if name == "drop compute" else 1, "paced": name == "paced"}
-        expected = simulated(net, "adamw", 2, **how, **{**SHARED, **choices})
-        for own, held in zip(ranks[name], expected, strict=True):
-            wrong += [] if all(map(torch.equal, own, held[len(own) :])) else [name]
-    assert wrong == []
+    expected = {
+        name: simulated(net, "adamw", 2, 1 + (name == "drop compute"), name == "paced", **{**SHARED, **choices})
+        for name, choices in POLICIES.items()
+    }
+
+    def play(rank: int, world_size: int) -> list[str]:
+        wrong = []
+        for name, choices in POLICIES.items():
+            loader: Any = DataLoader(list(of_steps(rank)), batch_size=None)
+            more: dict[str, Any] = {"use_distributed_sampler": False}
+            if name == "paced":
+                loader = Paced(loader, speed=0.5 if rank else 1.0)
+            if name == "drop compute":
+                loader = DropCompute(2, budget=inf)(loader)
+                more |= {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))]}
+            given: dict[str, Any] = {"trainer_choices": more, "loader": loader, "inner": "adamw"}
+            make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
+            own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, make=make, **given)["model"].values()
+            wrong += [] if all(map(torch.equal, own, expected[name][rank][len(own) :])) else [name]
+        return wrong
+
+    assert run_processes(play, 2, timeout=110.0) == [[], []]
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"

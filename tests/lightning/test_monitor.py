@@ -1,6 +1,7 @@
 """What a run tells of itself: logged scalars, the progress bar, the records of the ranks, and the timeline of them."""
 
 import importlib
+import io
 import json
 import math
 import re
@@ -26,7 +27,8 @@ from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, Stream
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
-from tests.fits import LIGHTNING, fit, said_by
+from tests.bits import same
+from tests.fits import LIGHTNING, fit, refusal, said_by
 from tests.methods import ByNorm
 from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
@@ -90,11 +92,8 @@ def test_diagnostics_are_those_of_a_direct_computation() -> None:
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, list[Any]]]:
     """Two groups of one rank and of two: a folder with records and timeline, and what each rank saw, by ranks."""
-    found = {}
-    for world_size in (2, 4):
-        folder = tmp_path_factory.mktemp("world")
-        found[world_size] = folder, run_processes(fitted, world_size, folder)
-    return found
+    folders = {world_size: tmp_path_factory.mktemp("world") for world_size in (2, 4)}
+    return {size: (folder, run_processes(fitted, size, folder)) for size, folder in folders.items()}
 
 
 def fitted(rank: int, world_size: int, folder: Path) -> Any:
@@ -139,7 +138,7 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_
         time.time = lambda: true() + shift * rank  # noqa: B023  it is called before the next
         watching = {"callbacks": [monitor(folder=str(tmp_path / name))]}
         watched = fit(rank, 2, 2, 11, {**SHORT, **choices}, trainer_choices=watching)
-        assert all(torch.equal(values, watched["outer"][key]) for key, values in plain["outer"].items()), name
+        assert same(plain["outer"], watched["outer"]), name
         assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
         torch.distributed.barrier()
         ranks = read_run(tmp_path / name).ranks
@@ -153,30 +152,25 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_
     settings = ranks[0].about["settings"]
     assert settings | {"mixing": "Carry()", "schedule": repr(Selective())} == settings
     not_in_all_ranks = {"callbacks": [monitor(folder=str(tmp_path), diagnostics=rank == 0)]}
-    with pytest.raises(ValueError, match="diagnostics"):
-        fit(rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
-    with pytest.raises(ValueError, match="the strategy is DDPStrategy"):
-        fits.trainer(strategy="ddp", devices=2, callbacks=[monitor()], max_steps=1).fit(fits.module(), [0])
+    assert "diagnostics" in refusal(fit, rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
+    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[monitor()], max_steps=1)
+    assert "the strategy is DDPStrategy" in refusal(of_ddp.fit, fits.module(), [0])
 
 
 @in_ranks(2)
 def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(rank: int, tmp_path: Path) -> None:
     path = tmp_path / "rank_00001.jsonl"
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    unlimited, said = resource.getrlimit(resource.RLIMIT_FSIZE), said_by("lightning_sdiloco")
 
-    class Full(pl.callbacks.Callback):
+    def limit(trainer: Any, *_: Any) -> None:
         """The file of rank 1 has room for a part of a line."""
+        if rank == 1 and trainer.global_step in (6, 9):
+            room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
 
-        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
-            if rank == 1 and trainer.global_step in (6, 9):
-                room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
-                resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
-
-    with pytest.raises(ValueError, match=r"holds no records \(rank_00000.jsonl and so on\). Give the folder"):
-        read_run(tmp_path)
-    said = said_by("lightning_sdiloco")
+    assert "holds no records (rank_00000.jsonl and so on). Give the folder" in refusal(read_run, tmp_path)
     # The next start of the run does not suffer from half a line.
-    for callbacks in ([Full()], []):
+    for callbacks in ([pl.callbacks.LambdaCallback(on_train_batch_start=limit)], []):
         choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
         assert fit(rank, 2, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"] == 11
     assert [f"{path} " in text for text in said if "cannot be written" in text] == [True] * rank
@@ -227,7 +221,7 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
                 time.sleep(0.3)
             return posted
 
-        topology.exchange.post = busy  # type: ignore[method-assign]
+        topology.exchange.post = busy
         for step in range(1, 12):
             if rank == 1 and 6 <= step < 10:
                 time.sleep(0.2)
@@ -265,14 +259,11 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
     for name in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s"):
         columns.pop(name, None)
     assert len(columns) == 25
-    shares = [float(share) for share in columns.pop("sdiloco/compute_utilisation") if share]
-    assert len(shares) == 2
-    assert all(0 <= share <= 1 for share in shares)
-    for name, values in columns.items():
-        assert f"| `{re.sub('_[012]$', '', name)}" in PAGE, name
-        logged = [value for value, total in zip(values, columns["sdiloco/outer_grad_norm"], strict=True) if total]
-        assert logged
-        assert all(logged), name
+    assert [0 <= float(share) <= 1 for share in columns.pop("sdiloco/compute_utilisation") if share] == [True] * 2
+    assert [name for name in columns if f"| `{re.sub('_[012]$', '', name)}" not in PAGE] == []
+    landed = [index for index, total in enumerate(columns["sdiloco/outer_grad_norm"]) if total]
+    assert landed
+    assert [name for name, values in columns.items() if not all(values[index] for index in landed)] == []
     # TensorBoard gets a layout of them.
     events = EventAccumulator(str(board))
     events.Reload()
@@ -297,36 +288,34 @@ def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and
 ) -> None:
     callbacks = importlib.import_module(f"{distribution}.callbacks")
 
-    class Look(callbacks.Callback):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            self.lines, self.metrics = 0, []
+    def fitted(bar: Any, strategy: Any) -> tuple[list[dict[str, Any]], int]:
+        """What the bar shows after every batch, and on how many lines after the eleventh."""
+        metrics: list[dict[str, Any]] = []
+        console = Console(width=80, record=True, file=io.StringIO())
 
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        def look(trainer: Any, module: Any, *_: Any) -> None:
             module.log("train_loss", 0.5, prog_bar=True)
-            self.metrics.append((bar := trainer.progress_bar_callback).get_metrics(trainer, module))
+            metrics.append(bar.get_metrics(trainer, module))
             if trainer.global_step == 11 and getattr(bar, "progress", None):
-                console = Console(width=80)
-                with console.capture() as captured:
-                    console.print(bar.progress.get_renderable())
-                self.lines = len(captured.get().strip().splitlines())
+                console.print(bar.progress.get_renderable())
 
-    def fitted(bar: Any, strategy: Any) -> Any:
-        more = {"callbacks": [bar, look := Look()], "enable_progress_bar": True, "max_steps": 12}
+        watching = [bar, callbacks.LambdaCallback(on_train_batch_end=look)]
+        more = {"callbacks": watching, "enable_progress_bar": True, "max_steps": 12}
         trainer = fits.trainer(distribution, strategy=strategy, devices=2, **more)
         trainer.fit(fits.module(distribution, seed=rank), fits.SomeBatches(rank, 20))
-        return look
+        return metrics, len(console.export_text().strip().splitlines())
 
     ours = partial(fits.strategy, distribution, worker_groups=2, **{**SHORT, "overlap_steps": 3})
     rich = partial(callbacks.RichProgressBar, console_kwargs={"width": 80})
-    metrics = fitted(callbacks.TQDMProgressBar(), ours()).metrics
+    metrics, _ = fitted(callbacks.TQDMProgressBar(), ours())
     assert metrics[0].keys() >= {"outer_step", "in_flight", "exposed_wait", "link"}
     assert (metrics[0]["exposed_wait"], metrics[0]["link"]) == ("-", "-")
     assert metrics[8]["exposed_wait"].endswith(" ms")
     assert metrics[8]["link"].endswith("bit/s") or metrics[8]["link"] == "-"
-    of_rich, of_ddp = fitted(rich(), ours()), fitted(rich(), "ddp")
-    assert "outer_step" in of_rich.metrics[0], "there is room for no more"
-    assert of_ddp.lines <= of_rich.lines <= of_ddp.lines + 1
-    assert (of_ddp.lines > 0) == (rank == 0)
+    (metrics, lines), (_, of_ddp) = fitted(rich(), ours()), fitted(rich(), "ddp")
+    assert "outer_step" in metrics[0], "there is room for no more"
+    assert of_ddp <= lines <= of_ddp + 1
+    assert (of_ddp > 0) == (rank == 0)
 
 
 # Records and timeline

@@ -87,18 +87,17 @@ def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_
         time.sleep(0.02)
         return self.loss(parts)
 
-    class Noting(importlib.import_module(distribution).callbacks.ModelCheckpoint):
-        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-            saved.append(trainer.global_step)
-            super()._save_checkpoint(trainer, filepath)
+    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
+        saved.append(self.trainer.global_step)
 
     saved: list[int] = []
     # The ranks' own clocks would make them save after different steps.
     interval = timedelta(seconds=0.3 + 0.2 * rank)
-    callbacks = [Noting(tmp_path, train_time_interval=interval, save_top_k=-1)]
+    saving = importlib.import_module(distribution).callbacks.ModelCheckpoint
+    callbacks = [saving(tmp_path, train_time_interval=interval, save_top_k=-1)]
     more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
     choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-    make = partial(fits.module, training_step=slow)
+    make = partial(fits.module, training_step=slow, on_save_checkpoint=on_save_checkpoint)
     steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)["report"]["inner_steps"]
     assert agreed([steps, saved])
     assert steps < 10_000

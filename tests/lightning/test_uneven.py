@@ -23,43 +23,40 @@ from tests.bits import same
 from tests.fits import LIGHTNING, Announced, Place, Stream, batches, refusal
 from tests.methods import Paced
 from tests.ranks import agreed, in_ranks, run_processes
+from tests.training import mlp
 
 pl = importlib.import_module(LIGHTNING)
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": [["*"]]}
 
 
-def noting(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]) -> Any:
-    """A module that logs over all ranks, draws random numbers, notes what happens, and has methods of its own."""
-    base = type(fits.module(distribution, inner, seed))
+def training_step(self: Any, parts: Any, index: int) -> Any:
+    loss = self.loss(parts)
+    self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=8)
+    return loss
 
-    class Noting(base):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Sequential(*self.net, nn.Dropout(0.2))
-            self.batches: list[tuple[int, int, int]] = []
-            self.idle: list[int] = []
-            self.validated: list[tuple[int, int]] = []
 
-        def training_step(self, parts: Any, index: int) -> Any:
-            loss = super().training_step(parts, index)
-            self.log("loss", loss, sync_dist=True, on_step=True, on_epoch=True, batch_size=8)
-            return loss
+def on_train_batch_end(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    self.log("ended", 1.0, sync_dist=True, batch_size=8)
+    self.batches.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
+    self.idle.extend([self.trainer.global_step] if batch is None else [])
 
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("ended", 1.0, sync_dist=True, batch_size=8)
-            self.batches.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
-            if batch is None:
-                self.idle.append(self.trainer.global_step)
 
-        def validation_step(self, parts: Any, index: int) -> None:
-            noisy = parts[0] + torch.randn_like(parts[0])  # as a generative model may draw
-            self.log("val", nn.functional.mse_loss(self.net(noisy), parts[1]), sync_dist=True)
+def validation_step(self: Any, parts: Any, index: int) -> None:
+    noisy = parts[0] + torch.randn_like(parts[0])  # as a generative model may draw
+    self.log("val", nn.functional.mse_loss(self.net(noisy), parts[1]), sync_dist=True)
 
-        def on_validation_epoch_end(self) -> None:
-            if not self.trainer.sanity_checking:
-                self.validated.append((self.trainer.current_epoch, self.trainer.fit_loop.batch_idx))
 
-    return type("Own", (Noting,), members)()
+def on_validation_epoch_end(self: Any) -> None:
+    if not self.trainer.sanity_checking:
+        self.validated.append((self.trainer.current_epoch, self.trainer.fit_loop.batch_idx))
+
+
+def noting(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Any) -> Any:
+    """A module that logs over all ranks, draws random numbers, notes what happens, and has members of its own."""
+    hooks = (training_step, on_train_batch_end, validation_step, on_validation_epoch_end)
+    noted = {**{hook.__name__: hook for hook in hooks}, "batches": [], "idle": [], "validated": []}
+    net = nn.Sequential(*mlp(seed), nn.Dropout(0.2))
+    return fits.module(distribution, inner, seed, net, **{**noted, **members})
 
 
 def gan(distribution: str = LIGHTNING, inner: str = "sgd", seed: int = 0, **members: Callable[..., Any]) -> Any:
@@ -117,12 +114,12 @@ def epochs(common: dict[str, Any]) -> list[int]:
 
 
 def in_two(self: Any, parts: Any, index: int) -> Any:
-    return sum(type(self).__mro__[1].training_step(self, parts[name], index) for name in ("a", "b"))
+    return sum(training_step(self, parts[name], index) for name in ("a", "b"))
 
 
 def from_the_iterator(self: Any, dataloader_iter: Any) -> Any:
     parts, index, _ = next(dataloader_iter)
-    return type(self).__mro__[1].training_step(self, parts, index)
+    return training_step(self, parts, index)
 
 
 def reloaded(self: Any) -> Any:
@@ -402,32 +399,21 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: in
     """Checkpoints, validation, learning rates, early stopping, loggers and the progress bar, some in idle batches."""
     saved: list[int] = []
 
-    class Noting(pl.callbacks.ModelCheckpoint):
-        def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-            saved.append(trainer.global_step)
-            super()._save_checkpoint(trainer, filepath)
+    def look(trainer: Any, module: Any) -> tuple[float, list[int]]:
+        made = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
+        return trainer.optimizers[0].param_groups[0]["lr"], made
 
-    result = run_fit(
-        rank,
-        2,
-        CASES["resumed"].load,
-        make=partial(noting, configure_optimizers=scheduled, **MOVES),
-        inspect=lambda trainer, module: (
-            trainer.optimizers[0].param_groups[0]["lr"],
-            [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs],
-        ),
-        callbacks=[
-            Noting(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
-            pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
-            pl.callbacks.LearningRateMonitor(),
-        ],
-        logger=importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", ""),
-        enable_checkpointing=True,
-        enable_progress_bar=True,
-        max_epochs=9,
-        val_check_interval=4,
-        log_every_n_steps=1,
-    )
+    hooks = {**MOVES, "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step)}
+    callbacks = [
+        pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
+        pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
+        pl.callbacks.LearningRateMonitor(),
+    ]
+    logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", "")
+    more = {"logger": logger, "callbacks": callbacks, "max_epochs": 9, "val_check_interval": 4, "log_every_n_steps": 1}
+    more |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), True)
+    make = partial(noting, configure_optimizers=scheduled, **hooks)
+    result = run_fit(rank, 2, CASES["resumed"].load, make=make, inspect=look, **more)
     common, idle, (lr, made) = result["common"], result["idle"], result["inspected"]
     steps = common["global_step"]
     assert agreed([common])
@@ -457,14 +443,9 @@ def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
                 ended.append(time.monotonic())
 
     def run(rank: int, world_size: int) -> list[float]:
-        run_fit(
-            rank,
-            world_size,
-            lambda place: DataLoader(Slow(place, 60 if place[0] else 5), batch_size=None),
-            make=partial(noting, on_train_batch_end=lambda self, *_: ended.append(time.monotonic())),
-            choices={**CHOICES, "sync_every": 20},
-            max_epochs=1,
-        )
+        load = lambda place: DataLoader(Slow(place, 60 if place[0] else 5), batch_size=None)  # noqa: E731
+        make = partial(noting, on_train_batch_end=lambda self, *_: ended.append(time.monotonic()))
+        run_fit(rank, world_size, load, make=make, choices={**CHOICES, "sync_every": 20}, max_epochs=1)
         return ended
 
     first, second = run_processes(run, 2)
@@ -518,10 +499,6 @@ def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_miss
 
 @in_ranks(4)
 def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less(rank: int) -> None:
-    def train_quietly(self: Any, parts: Any, index: int) -> Any:
-        # Without logging, which waits for all ranks of a group.
-        return type(self).__mro__[2].training_step(self, parts, index)
-
     def note_weight(self: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.idle += [batch_idx] if batch is None else []
         self.batches.append(self.trainer.strategy.engine.rounds.fragments[0].weight)
@@ -530,7 +507,9 @@ def test_a_rank_leaves_micro_batches_out_and_its_group_weighs_less(rank: int) ->
         """All that may be left out is, of every other step on one rank of the second group."""
         return DropCompute(3, budget=0.0 if place[:2] == (1, 1) else inf)(Announced(place, 14))
 
-    make = partial(noting, training_step=train_quietly, on_train_batch_end=note_weight)
+    # Without logging, which waits for all ranks of a group.
+    quietly = lambda self, parts, index: self.loss(parts)  # noqa: E731
+    make = partial(noting, training_step=quietly, on_train_batch_end=note_weight)
     trained = run_fit(rank, 4, dropping, max_epochs=1, accumulate_grad_batches=3, make=make)
     assert trained["report"]["inner_steps"] == 5
     # Four inner steps of three micro-batches, and one of two; the first launch is after the fourth.
