@@ -1,7 +1,6 @@
 """Loops of accelerate, and the Trainer of transformers: the examples train, and go on where they were stopped."""
 
-import os
-import subprocess
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,32 +8,25 @@ from typing import Any
 import pytest
 import torch
 
-import lightning_sdiloco
+from lightning_sdiloco import StreamingDiLoCo
+from tests.fits import refusal
+from tests.ranks import agreed, in_ranks
+from tests.scripts import ROOT, TORCHRUN, run_python
 
-pytestmark = [pytest.mark.foreign, pytest.mark.timeout(300)]
+EXAMPLES = ROOT / "examples" / "accelerate"
 
-ROOT = Path(lightning_sdiloco.__file__).parents[1]
-HERE = Path(__file__).parent
-
-
-def torchrun(ranks: int, script: Path, *arguments: Any, folder: Path) -> str:
-    """What a script prints on all ranks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *map(str, arguments)], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+pytestmark = [
+    pytest.mark.foreign,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="is not installed: make foreign"),
+]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_example_of_accelerate_goes_on_where_it_was_stopped(ranks: int, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    example = ROOT / "examples" / "accelerate" / "pretrain.py"
-
     def loss(*arguments: Any) -> str:
-        printed = torchrun(ranks, example, *arguments, folder=tmp_path)
+        torchrun = (*TORCHRUN, f"--nproc-per-node={ranks}", EXAMPLES / "pretrain.py")
+        printed = run_python(*torchrun, *arguments, folder=tmp_path)
         # Without the bytes: what is saved before all fragments have landed takes an exchange.
         return next(line for line in printed.splitlines() if line.startswith("loss")).split(",")[0]
 
@@ -44,32 +36,56 @@ def test_the_example_of_accelerate_goes_on_where_it_was_stopped(ranks: int, tmp_
     assert loss("--steps", 44, "--folder", "half", "--resume") == whole
 
 
-def test_what_accelerate_would_quietly_do_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    lines = torchrun(2, HERE / "accelerate_loop.py", tmp_path / "state", folder=tmp_path).splitlines()
-    wrapped = [line for line in lines if line.startswith("wrapped")]
-    (refused,) = (line for line in lines if line.startswith("refused"))
-    assert len(wrapped) == 2
-    assert all("DistributedDataParallel over ranks 0 and 1" in line for line in wrapped)
-    assert refused.startswith("refused on rank 1: This is the state of rank 0 of worker group 0")
+@in_ranks(2, timeout=200.0)
+def test_what_accelerate_would_quietly_do_is_refused(rank: int, tmp_path: Path) -> None:
+    """What rank 0 alone keeps, and what it wraps over all ranks."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    wrapped = refusal(StreamingDiLoCo, accelerator.prepare(torch.nn.Linear(3, 4)))
+    assert "DistributedDataParallel over ranks 0 and 1" in wrapped
+    torch.manual_seed(rank)
+    engine = StreamingDiLoCo(accelerator.prepare_model(torch.nn.Linear(300, 400), evaluation_mode=True))
+    accelerator.register_for_checkpointing(engine)
+    accelerator.save_state(tmp_path)
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        accelerator.load_state(tmp_path)
+    else:
+        told = refusal(accelerator.load_state, tmp_path)
+        assert told.startswith("This is the state of rank 0 of worker group 0")
 
 
-def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+@in_ranks(2, timeout=200.0)
+def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    def train(name: str, *resume: Path) -> list[dict[str, Any]]:
-        (tmp_path / name).mkdir()
-        torchrun(2, HERE / "transformers_loop.py", tmp_path / name, *resume, folder=tmp_path)
-        return [torch.load(tmp_path / name / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
+    sys.path.append(str(EXAMPLES))
+    from transformers_trainer import StreamingDiLoCoCallback
 
-    ranks = train("whole")
-    resumed = train("resumed", tmp_path / "whole" / "checkpoint-16")
-    assert ranks[0]["parameters"] > 100_000
-    for rank, again in zip(ranks, resumed, strict=True):
-        assert (rank["groups"], rank["steps"]) == (2, 24)
-        assert rank["losses"] == ranks[0]["losses"]
-        assert rank["losses"][-1] < rank["losses"][0]
-        assert again["losses"] == rank["losses"]
-        for name, values in rank["model"].items():
-            assert torch.equal(values, ranks[0]["model"][name])
-            assert torch.equal(values, again["model"][name])
+    def train(name: str, resume: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=32, n_embd=64, n_layer=3, n_head=4))
+        assert sum(p.numel() for p in model.parameters()) > 100_000
+        tokens = torch.randint(0, 300, (256, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(32)
+        data = [{"input_ids": row % 300, "labels": row % 300} for row in tokens]
+        often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 8, "save_steps": 8, "max_steps": 24}
+        quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / name), per_device_train_batch_size=4, learning_rate=1e-3, **often, **quiet
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:32])
+        callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1")
+        trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=resume)
+        assert (callback.engine.topology.num_groups, trainer.state.global_step) == (2, 24)
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert agreed(losses)
+        assert losses[-1] < losses[0]
+        return losses, {name: values.clone() for name, values in model.state_dict().items()}
+
+    losses, model = train("whole")
+    assert agreed(model)
+    again, resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
+    assert again == losses
+    assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []

@@ -4,9 +4,6 @@ Each check runs on a CUDA device, and as far as that tells anything on the prete
 """
 
 import os
-import shutil
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -14,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -120,13 +116,6 @@ def assert_same(one: Tensor, other: Tensor, message: str) -> None:
 # Streams, memory and waits
 
 
-def offload(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Outer state in memory of the host changes no bit."""
-    runs = [shown_run(Training(place.device, 0, **offloaded(CHOICES[name], one))) for one in (True, False)]
-    assert same(*runs), difference(*runs)
-    return difference(*runs)
-
-
 class AroundLane(ThreadBackground):
     """Runs every stage inside a context, in the thread of the stage."""
 
@@ -199,21 +188,6 @@ def sanitized(place: Place, rank: int, world_size: int) -> Found:
     return {"sanitizer": "torch.cuda._sanitizer"}
 
 
-def compute_sanitizer(place: Place, rank: int, world_size: int) -> Found:
-    """The tool of CUDA finds no access outside of what a kernel was given."""
-    tool = shutil.which("compute-sanitizer")
-    if not place.is_cuda or tool is None:
-        raise NotHere("there is no compute-sanitizer on the path" if place.is_cuda else "it is for CUDA")
-    code = (
-        "from pathlib import Path; from tests.gpu.checks import codecs; from tests.gpu.task import Place, prepare;"
-        " prepare('cuda'); codecs(Place('cuda', Path('.'), True), 0, 1)"
-    )
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=Path(__file__).parents[2], check=False)
-    assert ended.returncode == 0, f"compute-sanitizer ended with {ended.returncode}: see the log"
-    return {"tool": "memcheck"}
-
-
 def extra_memory(layers: int, offload: bool, device: str) -> int:
     """Bytes of the device that an engine takes at most, in fragments of equal size of which one is in flight."""
     module = torch.get_device_module(device)
@@ -238,28 +212,17 @@ def extra_memory(layers: int, offload: bool, device: str) -> int:
 
 
 def memory(place: Place, rank: int, world_size: int) -> Found:
-    """Offloaded, the device holds what is in flight whatever the size of the model; nothing is left or grows."""
+    """Offloaded, the device holds what is in flight whatever the size of the model."""
     if place.device == "cpu":
         raise NotHere("memory of the host is not counted by torch")
     cases = [(layers, offload) for layers in (4, 8) for offload in (False, True)]
     found = {f"{layers} layers, offload={own}": extra_memory(layers, own, place.device) for layers, own in cases}
     assert found["8 layers, offload=False"] > found["4 layers, offload=False"], found
     assert found["8 layers, offload=True"] == found["4 layers, offload=True"], found
-    before, held = place.module.memory_allocated(), list[int]()
-    training = Training(place.device, 0)
-    for step in range(STEPS):
-        training.inner_step()
-        wait_for_flights(training.engine)
-        training.engine.step()
-        if not training.engine.in_flight or step >= 12:
-            held.append(place.module.memory_allocated())
-    training.engine.finish()
-    del training
-    left = place.module.memory_allocated() - before
     statistics = place.module.memory_stats() if place.is_cuda else {}
     kept = {key: statistics[key] for key in ("num_alloc_retries", "num_ooms") if key in statistics}
     assert not any(kept.values()), kept
-    return {**found, "held over the steps": held, "left at the end": left, **kept}
+    return {**found, **kept}
 
 
 @contextmanager
@@ -321,40 +284,6 @@ def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
     return {"steps": len(resumed_run(place.device, rank, CHOICES[name]))}
 
 
-def files(place: Place, rank: int, world_size: int) -> Found:
-    """A run goes on from files, with the inner optimizer and the random numbers of the device."""
-    path = place.folder / "files.ckpt"
-    # The pretended device has no tensors that a file could hold.
-    device = "cpu" if place.device == "pretend" else place.device
-
-    def made() -> tuple[nn.Module, Any, StreamingDiLoCo]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Linear(64, 64)).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        choices: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": [["0.*"], ["2.*"]]}
-        return model, optimizer, StreamingDiLoCo(model, inner_optimizers=[optimizer], **choices)
-
-    def train(model: nn.Module, optimizer: Any, engine: StreamingDiLoCo, first: int, last: int) -> None:
-        for step in range(first, last):
-            x = torch.full((8, 64), 1.0 + step).to(device)
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-            engine.step()
-            if step == 10 and not first:
-                assert engine.in_flight
-                engine.save(path)
-
-    whole, second = made(), made()
-    train(*whole, 0, 20)
-    torch.manual_seed(99)
-    second[2].load(path)
-    train(*second, 11, 20)
-    for one, other in zip(whole[0].parameters(), second[0].parameters(), strict=True):
-        assert_same(one.detach(), other.detach(), "parameters differ after going on from files")
-    return {"steps": 20}
-
-
 def between_devices(place: Place, rank: int, world_size: int) -> Found:
     """Two processes on one device exchange from device to device, with the bits and bytes of gloo."""
     topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank))
@@ -397,19 +326,13 @@ CHECKS: dict[str, Task] = {
         f"bits, {name}": Task("a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100)
         for name in CHOICES
     },
-    **{
-        f"offload, {name}": Task("offloading changes no bit", partial(offload, name), seconds=60)
-        for name in ("fp4", "error feedback", "outer AdamW")
-    },
     "slow streams": Task("no bit depends on which stream is behind", slow_streams, seconds=60),
     "sanitizer": Task("torch's sanitizer of streams finds no race", sanitized, seconds=60),
-    "memory": Task("the device holds what is in flight, and nothing is left", memory, seconds=60),
+    "memory": Task("the device holds what is in flight, whatever the size of the model", memory, seconds=60),
     "waits": Task("the training thread does not wait for the device", waits, seconds=60),
     **{
         f"resume, {name}": Task("a run goes on in flight, bit for bit", partial(resumed, name), 2, seconds=60)
         for name in ("error feedback", "random, two shots, offloaded")
     },
-    "resume, files": Task("a run goes on from files, random numbers included", files, seconds=60),
-    "compute-sanitizer": Task("no kernel reads or writes outside of its memory", compute_sanitizer, seconds=90),
     "NCCL": Task("two processes on one device exchange over NCCL", between_devices, 2, seconds=60),
 }

@@ -7,11 +7,10 @@ process could use one. It needs torch and Lightning and nothing else, since a ma
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +53,6 @@ class Task:
     ranks: int = 1
     connected: bool = True  # over gloo; if not, each has the environment of a node with one rank
     seconds: float = 60.0
-    judge: Callable[[Sequence[Found]], Found] = itemgetter(0)  # of what the ranks have found; it may raise an error too
 
 
 class Outcome(NamedTuple):
@@ -76,12 +74,12 @@ def do(task: Task, place: Place, log: Path) -> Outcome:
         reasons = [reason for found in every if (reason := found.get(_NOT_HERE))]
         if reasons:
             return Outcome(_NOT_HERE, time.monotonic() - began, {}, reasons[0])
-        return Outcome("done", time.monotonic() - began, task.judge(every))
+        return Outcome("done", time.monotonic() - began, every[0])
     except TimeoutError as error:
         reason = f"not over within {limit:.0f} s"
         return Outcome("timed out", time.monotonic() - began, {}, reason, str(error))
-    except (RankError, AssertionError) as error:
-        trace = "\n".join(error.errors.values()) if isinstance(error, RankError) else repr(error)
+    except RankError as error:
+        trace = "\n".join(error.errors.values())
         return Outcome("failed", time.monotonic() - began, {}, trace.strip().splitlines()[-1][:300], trace)
 
 

@@ -1,5 +1,6 @@
 """Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64 buffers."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,30 +16,20 @@ FEATURES, TARGETS = 16, 4
 
 
 class Block(nn.Module):
-    """A residual layer whose parameters have names of more than 64 characters in `deep`."""
+    """A residual layer, of which one parameter has a name of more than 64 characters in `deep`.
 
-    def __init__(self) -> None:
+    Without the residual a batch of BatchNorm would make rounding grow with depth.
+    """
+
+    def __init__(self, width: int, norm: nn.Module) -> None:
         super().__init__()
-        self.position_wise_feed_forward_projection = nn.Linear(16, 16)
+        self.position_wise_feed_forward_projection, self.norm = nn.Linear(width, width), norm
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + 0.01 * torch.tanh(self.position_wise_feed_forward_projection(x))
-
-
-class Encoder(nn.Module):
-    """Many blocks, in modules inside modules."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__()
-        self.residual_layers_of_the_encoder = nn.Sequential(*(Block() for _ in range(blocks)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.residual_layers_of_the_encoder(x)
-        return result
+        return x + 0.01 * torch.tanh(self.norm(self.position_wise_feed_forward_projection(x)))
 
 
 def perceptron(*widths: int) -> nn.Module:
-    """Layers of these widths."""
     layers = [nn.Sequential(nn.Linear(a, b), nn.Tanh()) for a, b in zip(widths, widths[1:], strict=False)]
     return nn.Sequential(*layers)
 
@@ -54,24 +45,15 @@ def big() -> nn.Module:
 
 
 def deep() -> nn.Module:
-    """136,000 parameters in 1,002 tensors with long names."""
-    return nn.Sequential(Encoder(500), nn.Linear(16, TARGETS))
-
-
-class NormedBlock(nn.Module):
-    """A residual layer with BatchNorm; without the residual a batch of eight would make rounding grow with depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.projection, self.norm = nn.Linear(44, 44), nn.BatchNorm1d(44)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 0.01 * torch.tanh(self.norm(self.projection(x)))
+    """136,000 parameters in 1,002 tensors with long names, in modules inside modules."""
+    encoder = OrderedDict(residual_layers_of_the_encoder=nn.Sequential(*(Block(16, nn.Identity()) for _ in range(500))))
+    return nn.Sequential(nn.Sequential(encoder), nn.Linear(16, TARGETS))
 
 
 def normed() -> nn.Module:
     """166,000 parameters, and 160 buffers that travel: statistics of BatchNorm."""
-    return nn.Sequential(nn.Linear(FEATURES, 44), *(NormedBlock() for _ in range(80)), nn.Linear(44, TARGETS))
+    blocks = (Block(44, nn.BatchNorm1d(44)) for _ in range(80))
+    return nn.Sequential(nn.Linear(FEATURES, 44), *blocks, nn.Linear(44, TARGETS))
 
 
 MODELS = {"wide": wide, "big": big, "deep": deep, "normed": normed}
@@ -154,11 +136,6 @@ class Data(pl.LightningDataModule):
 
     def val_dataloader(self) -> Any:
         return DataLoader(self.data, batch_size=64)
-
-
-def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    """Whether two dictionaries hold the same names and bits."""
-    return actual.keys() == expected.keys() and all(torch.equal(values, expected[n]) for n, values in actual.items())
 
 
 def held(module: nn.Module) -> dict[str, Tensor]:

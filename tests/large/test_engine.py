@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.compression import COMPRESSIONS, ErrorFeedback, Int4, RandomK
-from tests.large.models import batch, held, made, same
+from tests.bits import same
+from tests.large.models import batch, held, made
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]

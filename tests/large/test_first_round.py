@@ -1,12 +1,12 @@
 """Until every fragment has landed once, with the defaults 100 steps and more: files and validations are trained."""
 
-import importlib
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -16,14 +16,14 @@ from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
+from tests.bits import same
 from tests.engine.test_agreement import same as same_states
-from tests.fits import LIGHTNING, SomeBatches, refusal, said_by, since
-from tests.large.models import Batches, batch, held, made, same, sharded
+from tests.fits import SomeBatches, refusal, said_by, since
+from tests.large.models import Batches, batch, held, made, sharded
 from tests.ranks import agreed, in_ranks, run_ranks
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
-OTHER = "pytorch_lightning"
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 
 
@@ -46,52 +46,46 @@ def error_of(state: dict[str, Tensor]) -> float:
 INITIAL = error_of(made("wide").state_dict())
 
 
-def module(distribution: str = LIGHTNING, seed: int = 0) -> Any:
-    """A module of 220,000 parameters that keeps what it trains from and what it validates."""
+class Seen(pl.LightningModule):
+    """220,000 parameters; keeps what it trains from and what it validates."""
 
-    class Seen(importlib.import_module(distribution).LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.trained, self.seen = made("wide", seed), [], []
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.net, self.trained, self.seen = made("wide", seed), list[Any](), list[Any]()
 
-        def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-            self.trained.append(held(self))
-            return nn.functional.mse_loss(self.net(parts[0]), parts[1])
+    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        self.trained.append(held(self))
+        return nn.functional.mse_loss(self.net(parts[0]), parts[1])
 
-        def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.seen.append(held(self))
-            loss = nn.functional.mse_loss(self.net(parts[0]), parts[1])
-            if self.trainer.state.fn == "fit" and self.trainer.validating:
-                self.log("val_loss", loss, sync_dist=True)
+    def validation_step(self, parts: tuple[Tensor, Tensor], index: int) -> None:
+        self.seen.append(held(self))
+        if self.trainer.validating:
+            self.log("val_loss", nn.functional.mse_loss(self.net(parts[0]), parts[1]), sync_dist=True)
 
-        test_step = predict_step = validation_step
+    test_step = predict_step = validation_step
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=2e-3)
-
-    return Seen()
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
 
-def callback(distribution: str = LIGHTNING, **hooks: Any) -> Any:
+def callback(**hooks: Any) -> Any:
     """A callback with these hooks, each of which takes trainer and module."""
     made = {
         name: staticmethod(lambda trainer, module, *_, hook=hook: hook(trainer, module)) for name, hook in hooks.items()
     }
-    return type("Hooks", (importlib.import_module(distribution).Callback,), made)()
+    return type("Hooks", (pl.Callback,), made)()
 
 
-def saving(folder: Path, distribution: str = LIGHTNING, **choices: Any) -> Any:
-    save = importlib.import_module(distribution).callbacks.ModelCheckpoint
-    return save(folder, **{"filename": "{step}", "save_top_k": -1, **choices})
+def saving(folder: Path, **choices: Any) -> pl.callbacks.ModelCheckpoint:
+    return pl.callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})
 
 
 def fit(rank: int, model: Any, strategy: Any, resume: Any = None, size: int = 1, **choices: Any) -> Any:
     """Fits in this rank, one of those of two groups."""
-    distribution = LIGHTNING if isinstance(model, importlib.import_module(LIGHTNING).LightningModule) else OTHER
     loader, validation = choices.pop("loader", Batches(rank, size)), choices.pop("validation", None)
-    choices = {"strategy": strategy, "devices": 2 * size, **choices}
     choices["enable_checkpointing"] = any("Checkpoint" in type(c).__name__ for c in choices.get("callbacks", ()))
-    trainer = fits.trainer(distribution, **{"limit_val_batches": 1.0 if validation else 0, **choices})
+    places = {"strategy": strategy, "devices": 2 * size, "limit_val_batches": 1.0 if validation else 0}
+    trainer = fits.trainer(**{**places, **choices})
     trainer.fit(model, loader, validation, ckpt_path=resume)
     return trainer
 
@@ -103,21 +97,20 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
 # Checkpoints
 
 
-@pytest.mark.parametrize("distribution", [LIGHTNING, OTHER])
 @in_ranks(4, timeout=150.0)
 def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with_other_groups(
-    rank: int, distribution: str, tmp_path: Path
+    rank: int, tmp_path: Path
 ) -> None:
     """With the defaults nothing launches for 100 steps: every file held the initial model, without a word."""
 
     def run(name: str, strategy: Any, resume: Path | None = None, steps: int = 70) -> dict[str, Tensor]:
-        model = module(distribution, seed=rank)
-        save = saving(tmp_path / name, distribution, every_n_train_steps=20, save_last=True)
+        model = Seen(rank)
+        save = saving(tmp_path / name, every_n_train_steps=20, save_last=True)
         fit(rank, model, strategy, resume, 2, max_steps=steps, callbacks=[save])
         return held(model)
 
     ddp, said = run("ddp", "ddp"), said_by("lightning_sdiloco")
-    ours = run("ours", fits.strategy(distribution, worker_groups=2))
+    ours = run("ours", fits.strategy(worker_groups=2))
     assert agreed(ours)
     assert error_of(ours) <= 1.1 * error_of(ddp) + 1e-3
     mine, theirs = saved(tmp_path / "ours"), saved(tmp_path / "ddp")
@@ -126,7 +119,7 @@ def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with
     told = ["Up to inner step" in line for line in said if "validation and checkpoints hold the mean" in line]
     assert told == [True] * (rank == 0)
     # A restart took the outer parameters that nobody had trained.
-    four = fits.strategy(distribution, worker_groups=4)
+    four = fits.strategy(worker_groups=4)
     again = run("four", four, tmp_path / "ours" / "step=40.ckpt", steps=41)
     assert error_of(again) < 1.1 * error_of(mine["step=40.ckpt"]) < 0.5 * INITIAL
 
@@ -137,9 +130,9 @@ def test_an_average_that_has_not_begun_is_no_checkpoint(rank: int, tmp_path: Pat
     """It is one of outer parameters, of which there are none before the first landing."""
 
     def run(resume: Path | None = None) -> dict[str, Tensor]:
-        average = importlib.import_module(LIGHTNING).callbacks.EMAWeightAveraging(decay=0.5)
+        average = pl.callbacks.EMAWeightAveraging(decay=0.5)
         save = saving(tmp_path / str(resume is None), every_n_train_steps=20, save_last=True)
-        model, strategy = module(seed=rank), fits.strategy(fragments=[["*"]])
+        model, strategy = Seen(rank), fits.strategy(fragments=[["*"]])
         fit(rank, model, strategy, resume, max_steps=130, callbacks=[save, average])
         return held(model)
 
@@ -164,7 +157,7 @@ def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> N
         callbacks = [saving(tmp_path, every_n_train_steps=20), callback(on_train_batch_end=look)]
         strategy = fits.strategy(sync_every=8, overlap_steps=5, fragments="strided:1")
         try:
-            fit(rank, module(seed=rank), strategy, resume, max_steps=15, callbacks=callbacks)
+            fit(rank, Seen(rank), strategy, resume, max_steps=15, callbacks=callbacks)
         except BaseException as error:
             if "SIGTERM" not in type(error).__name__:
                 raise
@@ -196,10 +189,10 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
             seen.append(held(module))
             raise ArithmeticError("enough")
 
-    callbacks = [importlib.import_module(LIGHTNING).callbacks.OnExceptionCheckpoint(tmp_path)]
+    callbacks = [pl.callbacks.OnExceptionCheckpoint(tmp_path)]
     callbacks.append(callback(on_train_batch_end=look))
     failing = {"max_steps": 15, "callbacks": callbacks, "kind": ArithmeticError}
-    assert refusal(fit, rank, module(seed=rank), fits.strategy(), **failing) == "enough"
+    assert refusal(fit, rank, Seen(rank), fits.strategy(), **failing) == "enough"
     if rank == 0:
         return
     alone, told, failed = seen
@@ -311,9 +304,9 @@ class Average:
     def hooks(self, begin: str, end: str) -> dict[str, Any]:
         return {"on_train_batch_end": self.update, begin: self.swap_in, end: self.swap_out}
 
-    def callback(self, distribution: str, *swap: str) -> Any:
+    def callback(self, *swap: str) -> Any:
         hooks = self.hooks(*swap).items()
-        return callback(distribution, **{name: lambda _, module, do=do: do(module) for name, do in hooks})
+        return callback(**{name: lambda _, module, do=do: do(module) for name, do in hooks})
 
     def hook(self, module: Any, *swap: str) -> None:
         """Lets the module itself swap."""
@@ -329,24 +322,23 @@ SWAPS = [
 OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0])] + [("module", own) for own in SWAPS]
 
 
-@pytest.mark.parametrize(("distribution", "owners"), [(LIGHTNING, OWNERS), (OTHER, OWNERS[2:4])])
 @in_ranks(2)
 def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
-    rank: int, distribution: str, owners: list[tuple[str, tuple[str, str]]]
+    rank: int,
 ) -> None:
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
-        average, model = Average(), module(distribution)
+        average, model = Average(), Seen()
         # They put back in the order in which they swapped in: the second puts back what the first had put in.
-        before = [Average(0.5).callback(distribution, *swap)] if owner == "callbacks" else []
-        own = [average.callback(distribution, *swap)] if owner.startswith("callback") else []
+        before = [Average(0.5).callback(*swap)] if owner == "callbacks" else []
+        own = [average.callback(*swap)] if owner.startswith("callback") else []
         if owner == "module":
             average.hook(model, *swap)
         choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 1, "validation": validation}
-        fit(rank, model, fits.strategy(distribution, **SHORT), callbacks=before + own, **choices)
+        fit(rank, model, fits.strategy(**SHORT), callbacks=before + own, **choices)
         return model, average.expected
 
     plain, _ = fitted("nobody")
-    for owner in owners:
+    for owner in OWNERS:
         model, expected = fitted(*owner, validation=Again())
         assert len(model.trained) == 11
         assert all(same(one, other) for one, other in zip(model.trained, plain.trained, strict=True)), owner
@@ -377,7 +369,7 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
             raise ArithmeticError("enough")
 
     for which in ("test", "predict", "validate"):
-        model, local = module(seed=rank), list[dict[str, Tensor]]()
+        model, local = Seen(rank), list[dict[str, Tensor]]()
         choices: dict[str, Any] = {"max_steps": 11, "callbacks": [callback(on_train_batch_end=evaluate)]}
         if which == "validate":
             Average().hook(model, *SWAPS[0])
@@ -400,11 +392,11 @@ def test_means_of_the_first_round_change_no_bit_of_training_and_are_in_the_best_
         validates, folder = name != "plain", tmp_path / name
         by_loss = {"monitor": "val_loss", "save_on_train_epoch_end": False}
         callbacks = [saving(folder, every_n_train_steps=1)] + validates * [saving(folder / "best", **by_loss)]
-        model, groups = module(seed=rank // size), {"worker_groups": 2, "compression": compression}
+        model, groups = Seen(rank // size), {"worker_groups": 2, "compression": compression}
         strategy = fits.strategy(**groups, **SHORT, **(sizes if size > 1 else {}))
         if size > 1:
             model.configure_model = lambda: sharded(model)
-        importlib.import_module(LIGHTNING).seed_everything(rank, verbose=False)
+        pl.seed_everything(rank, verbose=False)
         choices = {"max_steps": steps, "val_check_interval": 1, "num_sanity_val_steps": 0, "callbacks": callbacks}
         fit(rank, model, strategy, resume, size, validation=Again(length=1) if validates else None, **choices)
         assert strategy.schedule.first_round < steps - 1
@@ -445,9 +437,9 @@ def test_early_stopping_and_the_best_checkpoint_go_beside_ddp_from_the_first_ste
     def run(name: str, strategy: Any) -> list[float]:
         losses: list[float] = []
         keep = callback(on_validation_end=lambda trainer, _: losses.append(float(trainer.callback_metrics["val_loss"])))
-        stop = importlib.import_module(LIGHTNING).callbacks.EarlyStopping("val_loss", patience=2)
+        stop = pl.callbacks.EarlyStopping("val_loss", patience=2)
         best = saving(tmp_path / name, monitor="val_loss", save_top_k=1)
-        model = module()
+        model = Seen()
         model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.02)
         choices = {"max_steps": 150, "val_check_interval": 25, "check_val_every_n_epoch": None}
         loaders = {"loader": Again(rank, 60), "validation": Again(rank, 60), "num_sanity_val_steps": 0}
@@ -476,7 +468,7 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
                 trainer.training = True
                 trainer._logger_connector._first_loop_iter = first
 
-        model = module(seed=rank)
+        model = Seen(rank)
         model.log = lambda *args, **kwargs: None
         model.allow_zero_length_dataloader_with_multiple_devices = True
         choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 0, "limit_val_batches": 1.0}
@@ -484,7 +476,7 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
         loaders = {"validation": Again(length=length)}
         trainer = fit(rank, model, fits.strategy(**SHORT), callbacks=callbacks, **choices, **loaders)
         assert trainer.global_step == 11
-        return [same(values, held(module(seed=0))) for values in model.seen]
+        return [same(values, held(Seen())) for values in model.seen]
 
     # The outer model is the first one until fragments land.
     of_one = run(2 * rank, ())
@@ -508,7 +500,7 @@ def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_foll
         if engine is not None and not engine.is_finished:
             means.append(engine.steps_in_rounds < engine.schedule.first_round)
 
-    model = module(seed=rank)
+    model = Seen(rank)
     callbacks = [callback(on_validation_start=look), saving(tmp_path, monitor="val_loss", filename="{epoch}")]
     choices = {"max_epochs": 5, "limit_train_batches": 3, "num_sanity_val_steps": 0, "validation": Again()}
     fit(rank, model, fits.strategy(evaluate=evaluate, **SHORT), callbacks=callbacks, **choices)

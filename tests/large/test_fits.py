@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests import fits
+from tests.bits import same
 from tests.fits import said_by
-from tests.large.models import Batches, Large, batch, held, same, sharded, wide
+from tests.large.models import Batches, Large, batch, held, sharded, wide
 from tests.ranks import agreed, in_ranks, run_processes
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]

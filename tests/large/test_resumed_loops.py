@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
-from tests.large.models import FEATURES, TARGETS, made, same
+from tests.bits import same
+from tests.large.models import FEATURES, TARGETS, made
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import ROOT, run_python
 

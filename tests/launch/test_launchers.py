@@ -1,7 +1,6 @@
 """Several machines: torchrun with restarts and Lightning's launcher in network namespaces, and a real SLURM."""
 
 import math
-import os
 import pickle
 import shutil
 import subprocess
@@ -25,10 +24,8 @@ from tests.chaos.processes import BATCH
 from tests.chaos.world import World
 from tests.federation.hubs import require_extra
 from tests.namespaces import enter, two_sites
-from tests.ranks import LAUNCHERS
+from tests.scripts import ROOT, unlaunched
 from tests.slurm import Slurm, slurm
-
-ROOT = Path(__file__).parents[2]
 
 # Together they take minutes, most of which is waiting for processes to start.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -76,10 +73,9 @@ def fresh(folder: Path) -> Path:
 
 def assert_alike(count: int, *folders: Path) -> None:
     """Asserts that so many ranks ended with the same bits."""
-    first, *others = [torch.load(path) for folder in folders for path in folder.glob("trained-*.pt")]
-    assert len(others) == count - 1
-    for model in others:
-        assert all(torch.equal(values, model[name]) for name, values in first.items())
+    models = [torch.load(path) for folder in folders for path in folder.glob("trained-*.pt")]
+    assert len(models) == count
+    assert all(torch.equal(values, model[name]) for model in models for name, values in models[0].items())
 
 
 # Without a scheduler
@@ -89,15 +85,15 @@ def launched(folder: Path, arguments: list[list[str]], script: list[str], **envi
     """Runs the script on each machine with its arguments of Python; returns what all print when all end well."""
     fresh(folder)
     nodes, log = len(arguments), folder / "all.log"
-    known = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "LOCAL_RANK"))}
-    known |= {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
     # Otherwise processes that are restarted read in torchrun's store where those before them listened.
-    known |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "wire" if nodes > 1 else "lo"}
+    known = {**unlaunched(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment}
+    if nodes > 1:
+        known["GLOO_SOCKET_IFNAME"] = "wire"
     processes = []
     with two_sites() if nodes > 1 else nullcontext([""]) as sites, log.open("a") as printed:
         for node, (site, own) in enumerate(zip(sites, arguments, strict=True)):
             command = [sys.executable, *own, "watched.py", f"--num-nodes={nodes}", "--devices=2", *script]
-            place: dict[str, Any] = {"cwd": folder, "env": {**known, **environment, "NODE_RANK": str(node)}}
+            place: dict[str, Any] = {"cwd": folder, "env": {**known, "NODE_RANK": str(node)}}
             place["preexec_fn"] = (lambda site=site: enter(site)) if site else None
             processes.append(subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, **place))
         try:

@@ -4,7 +4,6 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from datetime import timedelta
@@ -25,7 +24,7 @@ from lightning_sdiloco.launch.reachability import (
     require_reachable,
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
-from tests.fits import fit
+from tests.fits import fit, refusal
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import in_ranks, run_processes
 from tests.strangers import listening
@@ -40,12 +39,6 @@ def loopback() -> str:
 def rendezvous_of(rank: int, world_size: int, seconds: float = 20.0) -> Rendezvous:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return rendezvous_at(address, port, rank, world_size, timedelta(0, seconds))
-
-
-def error_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        call(*args, **kwargs)
-    return str(error.value)
 
 
 @in_ranks(3)
@@ -63,18 +56,18 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
         listen = reachability.Listener.__init__
         if rank == 2:  # its port is closed; it reaches the others
             patch.setattr(reachability.Listener, "__init__", lambda self, *its: listen(self, *its) or self.close())
-        closed = error_of(require_reachable, case("closed"), rank, loopback, loopback)
+        closed = refusal(require_reachable, case("closed"), rank, loopback, loopback)
     assert closed.startswith("2 of 6 connections")
     assert f"rank 0 (worker group 0, {host}) -> rank 2 (worker group 2, {host}) at 127.0.0.1:" in closed
     assert closed.count("connection refused; the other direction works") == 2
     if rank == 1:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
-    deaf = error_of(require_reachable, case("deaf"), rank, exchange_address, loopback)
+    deaf = refusal(require_reachable, case("deaf"), rank, exchange_address, loopback)
     no_interface = "SDILOCO_EXCHANGE_INTERFACE='no-such' is no interface"
     for words in ("1 ranks cannot listen", "rank 1 on", no_interface, "lo (127.0.0.1)"):
         assert words in deaf
     if rank != 2:
-        absent = error_of(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
+        absent = refusal(rendezvous_of(rank, 3, 1.0).all_gather, "places", None)
         assert re.search("Rank 2 did not come to 127.0.0.1:.* within 1 s .*3 ranks are expected", absent)
     met.all_gather("end", None)  # the store ends with rank 0
 
@@ -82,17 +75,17 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
 def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_the_timeout() -> None:
     # What docs/launching.md promises.
     assert (rendezvous.SECONDS_UNREACHABLE, reachability.SECONDS) == (30, 10)
-    told = error_of(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
+    told = refusal(wait_for_store, "no-such-host.invalid", 29500, 3, HOUR, patience=0.2)
     assert re.search("Rank 3 on .* cannot reach rank 0 at no-such-host.invalid:29500.*MASTER_ADDR", told)
     for program in ("silent", "closing"):
         with listening(program) as port:
-            told = error_of(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
+            told = refusal(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
             assert f"127.0.0.1:{port} answers, but is no torch TCPStore (it says nothing)" in told
     for use_libuv in (True, False):
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             port = closed.getsockname()[1]
-            told = error_of(wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
+            told = refusal(wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
             assert "nobody listened there within 0.2 s" in told
         choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
         with ThreadPoolExecutor(1) as pool:
@@ -117,7 +110,7 @@ def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_onc
     ):
         with listening(program) as port:
             began = time.monotonic()
-            told = error_of(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
+            told = refusal(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
             assert time.monotonic() - began < 5
         assert told.startswith(
             f"Rank {rank} on {socket.gethostname()} cannot {'reach rank 0' if rank else 'keep the store'}"
@@ -133,7 +126,7 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"
-    assert "GLOO_SOCKET_IFNAME='eth9' is no interface" in error_of(group_address)
+    assert "GLOO_SOCKET_IFNAME='eth9' is no interface" in refusal(group_address)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
@@ -154,7 +147,7 @@ def test_groups_train_within_one_network_and_exchange_over_another() -> None:
         return dict(fit(rank, world_size, 2, 10, choices, trainer_choices={"num_nodes": 2, "devices": 2})["outer"])
 
     with two_sites() as sites:
-        refused = run_processes(partial(error_of, run), 4, sites, "", ranks_per_node=2)
+        refused = run_processes(partial(refusal, run), 4, sites, "", ranks_per_node=2)
         outer, *others = run_processes(run, 4, sites, "wire", ranks_per_node=2)
     assert all("listens on a loopback address" in text for text in refused)
     for other in others:
@@ -168,14 +161,14 @@ def test_what_is_closed_between_machines_is_told_with_its_direction() -> None:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = ("", "other")[rank]
         reachability.SECONDS = 1.0
         met = rendezvous_of(rank, world_size)
-        return error_of(require_reachable, met, rank, exchange_address, group_address)
+        return refusal(require_reachable, met, rank, exchange_address, group_address)
 
     def store(process: int, world_size: int, sites: list[str]) -> list[str]:
         # Rank 1 on the second machine; rank 0 on the first, where the address of the store is the second's.
         enter(sites[1 - process])
         if process == 0:
-            return [error_of(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)]
-        return [error_of(rendezvous_at, "10.79.0.2", 29500, 0, 2, timedelta(seconds=1))]
+            return [refusal(wait_for_store, "10.80.0.1", 29500, 1, HOUR, patience=1.0)]
+        return [refusal(rendezvous_at, "10.79.0.2", 29500, 0, 2, timedelta(seconds=1))]
 
     with two_sites() as sites:
         add_interface(sites[1], "other", "10.80.0.2")
