@@ -1,7 +1,7 @@
 # Everything a fresh checkout needs; each target first installs what it uses into .venv.
 #   make demo    train with two worker groups on the CPU and compare with DDP
 #   make demo-federation    a hub and three sites on this machine: one is killed, and comes back
-#   make test    run the fast tests: six to eight minutes on two cores
+#   make test    run the fast tests: six minutes on two cores
 #   make large   run those with models of real sizes
 #   make slow    run those that take more than a minute each
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours

@@ -1,9 +1,10 @@
-"""Large models in processes that a script starts: what comes back to the script is what rank 0 had.
+"""Large models through every way to start processes: what comes back to the script is what rank 0 had.
 
 The script is this file. Its ranks keep what can be read of a fit, and where they are.
 """
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from tests import fits
 from tests.bits import same
 from tests.large.models import Data, Large, held
-from tests.scripts import ROOT, run_python
+from tests.scripts import ROOT, TORCHRUN, run_python
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(140)]
 
@@ -47,17 +48,26 @@ def main() -> None:
 
 
 @pytest.mark.parametrize(
-    ("start_method", "kind", "metrics", "groups", "devices"),
-    [("spawn", "big", 0, 2, 2), ("fork", "big", 1200, 2, 2), ("fork", "deep", 0, 3, 3), ("popen", "big", 0, 2, 4)],
+    ("launcher", "start_method", "kind", "metrics", "groups", "devices"),
+    [
+        ((), "spawn", "big", 0, 2, 2),
+        ((), "fork", "big", 1200, 2, 2),
+        ((), "fork", "deep", 0, 3, 3),
+        ((), "forkserver", "big", 0, 2, 2),
+        ((), "popen", "big", 0, 2, 4),
+        ((*TORCHRUN, "--nproc-per-node=3"), "popen", "big", 0, 3, 3),
+    ],
 )
 def test_the_script_reads_what_its_rank_had(
-    start_method: str, kind: str, metrics: int, groups: int, devices: int, tmp_path: Path
+    launcher: tuple[str, ...], start_method: str, kind: str, metrics: int, groups: int, devices: int, tmp_path: Path
 ) -> None:
-    (temporary := tmp_path / "temporary").mkdir()
+    script = (*launcher, "-m", "tests.large.test_large_launchers")
     told = (tmp_path, start_method, kind, metrics, groups, devices)
-    # A fit takes about ten seconds; on a busy machine each process needs many to import torch.
-    run_python("-m", "tests.large.test_large_launchers", *told, folder=ROOT, seconds=100, TMPDIR=str(temporary))
-    assert list(temporary.glob("lightning_sdiloco-*")) == []
+    # A short path: the forkserver's socket has a name there, of a hundred letters at most.
+    with tempfile.TemporaryDirectory() as temporary:
+        # A fit takes about ten seconds; on a busy machine each process needs many to import torch.
+        run_python(*script, *told, folder=ROOT, seconds=100, TMPDIR=temporary)
+        assert list(Path(temporary).glob("lightning_sdiloco-*")) == []
     ranks = [torch.load(path, weights_only=True) for path in tmp_path.glob("*.pt")]
     assert len(ranks) == devices
     (first, _, logged), (report, *_) = ranks[0]
