@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
+from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
 from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
@@ -90,8 +91,9 @@ class OuterOptimizer:
         lr_schedule: From the optimizer to a torch scheduler, which counts the rounds of each fragment: its own outer
             steps. None keeps the rate.
         clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
-        outlier_guard: A group whose outer gradient is more than so many times as long as the median of its last ones
-            is left out of the mean. None leaves out none.
+        outlier_guard: A group whose outer gradient is more than so many times as long as usual is left out of the
+            mean. Usual is the median of its last ones, or that of the other groups, whichever is longer. ``"auto"``:
+            10. None leaves out none.
         offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
             the device is CUDA.
 
@@ -107,7 +109,7 @@ class OuterOptimizer:
     make: Callable[[Iterable[Any]], Optimizer] | None = None
     lr_schedule: Callable[[Optimizer], LRScheduler] | None = None
     clip_norm: float | None = None
-    outlier_guard: float | None = None
+    outlier_guard: float | Literal["auto"] | None = AUTO
     offload: bool | Literal["auto"] = AUTO
 
     def __post_init__(self) -> None:
@@ -128,11 +130,16 @@ class OuterOptimizer:
         is_norm = norm in (None, math.inf) or (is_number(norm) and norm > 0)
         usual = "the norms that are logged as sdiloco/outer_grad_norm tell what is usual"
         _require(self, "clip_norm", is_norm, "it must be a number above 0, or None", usual)
-        is_guard = times is None or (is_number(times) and times > 1)
+        is_guard = times in (None, AUTO) or (is_number(times) and times > 1)
         usual = "5.0 leaves out what is five times as long as usual"
-        _require(self, "outlier_guard", is_guard, "it must be a number above 1, or None", usual)
+        _require(self, "outlier_guard", is_guard, "it must be a number above 1, 'auto' or None", usual)
         says = "it must be True, False or 'auto'"
         _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
+
+    @property
+    def guard(self) -> float | None:
+        """How many times as long as usual is too long, as `outlying` says; None leaves out none."""
+        return GUARD if isinstance(self.outlier_guard, str) else self.outlier_guard
 
     def described(self) -> dict[str, str]:
         """Returns what was chosen as text; what a callable makes is compared once the shards are known."""
@@ -217,7 +224,7 @@ class Settings:
                     f"{name}={policy!r} is no dataclass, so ranks cannot tell whether all have the same one. Make"
                     f" {type(policy).__name__} a frozen dataclass."
                 )
-        both = [name for name in ("clip_norm", "outlier_guard") if getattr(self.outer, name) is not None]
+        both = [name for name in ("clip_norm", "outlier_guard") if getattr(self.outer, name) not in (None, AUTO)]
         if self.weighing is not None and both:
             raise ValueError(
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which say"
@@ -227,7 +234,7 @@ class Settings:
     def _check_gossip(self) -> None:
         """Refuses what does not go with outer parameters of their own in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self if hasattr(self, name) else self.outer, name)) is not None:
+            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO):
                 raise ValueError(
                     f"{name}={given!r} does not go with route={self.route!r}, on which each group holds outer"
                     f" parameters of its own: {why}. Leave {name} out, or route."
@@ -254,7 +261,7 @@ class Settings:
 
     @property
     def aggregation(self) -> Weighing:
-        return self.weighing or Aggregation(self.outer.clip_norm, self.outer.outlier_guard)
+        return self.weighing or Aggregation(self.outer.clip_norm, self.outer.guard)
 
     @property
     def landing(self) -> LandingRule:

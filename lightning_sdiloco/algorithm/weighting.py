@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache, reduce
 from math import sqrt
 from operator import or_
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from typing_extensions import override
 
+from lightning_sdiloco.algorithm.guard import REMEMBERED, outlying
 from lightning_sdiloco.errors import AgreementError
 
 _CONTROL = struct.Struct("<IIHeIqdQB7x")
@@ -26,9 +26,6 @@ CONTROL_BYTES = _CONTROL.size
 
 # The largest number of a half-precision float.
 _LONGEST_STEP = 65504.0
-
-# The guard compares a norm with up to eight earlier ones, and does not act on fewer than four.
-_REMEMBERED, _ENOUGH = 8, 4
 
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
@@ -217,8 +214,8 @@ class Aggregation(Weighing):
 
     Args:
         clip_norm: Longer outer gradients are scaled down to this norm; with None, none is.
-        guard: A group is left out when its norm is more than this many times the median of its last ones; with None,
-            none is. If all groups are that far off, the training has changed, and none is at fault.
+        guard: A group is left out when its norm is more than this many times what is usual, as `outlying` says; with
+            None, none is.
     """
 
     clip_norm: float | None = None
@@ -231,20 +228,14 @@ class Aggregation(Weighing):
     @override
     def count(self, controls: Sequence[Control], state: Sequence[Sequence[float]] = ()) -> Count:
         candidates = may_count(controls)
-        far = tuple(
-            group
-            for group in candidates
-            if self.guard is not None
-            and len(state[group]) >= _ENOUGH
-            and controls[group].norm > self.guard * median(state[group]) > 0
-        )
-        outlying = far if len(far) < len(candidates) else ()
-        factors = by_training(controls, [group for group in candidates if group not in outlying])
+        norms = {group: controls[group].norm for group in candidates}
+        out = () if self.guard is None else tuple(outlying(norms, dict(enumerate(state)), self.guard))
+        factors = by_training(controls, [group for group in candidates if group not in out])
         for group in factors:
             norm = controls[group].norm
             if self.clip_norm is not None and norm > self.clip_norm:
                 factors[group] *= self.clip_norm / norm
-        return Count(factors, outlying)
+        return Count(factors, out)
 
     @override
     def heard(self, controls: Sequence[Control], state: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -254,7 +245,7 @@ class Aggregation(Weighing):
 def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) -> list[list[float]]:
     """Returns the norms to remember once a flight has landed; see `Aggregation`."""
     new = {group: [controls[group].norm] for group in may_count(controls)}
-    return [[*last, *new.get(group, [])][-_REMEMBERED:] for group, last in enumerate(norms)]
+    return [[*last, *new.get(group, [])][-REMEMBERED:] for group, last in enumerate(norms)]
 
 
 class Absences:

@@ -7,6 +7,7 @@ its record takes the plain mean, as the final exchange does there; see [Note: th
 
 import ctypes
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from lightning_sdiloco.engine.shards import FragmentLayout
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
+
+_LARGEST = sys.float_info.max
 
 
 class Encoded(NamedTuple):
@@ -83,14 +86,15 @@ class SiteArithmetic:
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
         outer = digest(launch.outer, start=fragment.layout.start)
-        own = payload, outer, finite, norm if isfinite(norm) else 0.0
+        # One that overflows is told as the largest number, for the guard.
+        own = payload, outer, finite, min(norm, _LARGEST) if finite else 0.0
         payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
         sent = replace(
             begun,
             digest=combined(list(digests)),
             payloads=tuple(Payload(*one) for one in payloads),
             finite=all(finites),
-            norm_squared=sum(norms),
+            norm_squared=min(sum(norms), _LARGEST),
         )
         return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning)
 

@@ -139,11 +139,6 @@ class Federation:
             if is_refused:
                 value = getattr(settings, name)
                 raise ValueError(f"{name}={value!r} does not go with a federation: {why}. Leave {name} out.")
-        if (guard := settings.outer.outlier_guard) is not None:
-            raise ValueError(
-                f"outlier_guard={guard} of outer_optimizer does not go with a federation: it compares a group with its"
-                " own past, and sites come and go. Leave it out; clip_norm bounds what one site can do."
-            )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
         """Joins: brings the run config of this site, and begins to follow the records. The engine calls it."""
@@ -179,6 +174,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         lease=float(federation.lease),
         quorum=federation.quorum_of_terms,
         rounds=federation.rounds,
+        guard=settings.outer.guard,
     )
     parameters = trainable(rounds.model)
     fragments = tuple(

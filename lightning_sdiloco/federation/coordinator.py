@@ -82,6 +82,8 @@ class SiteStatistics:
     incarnation: str = ""
     incarnations: int = 0
     late: int = 0
+    not_finite: int = 0
+    too_long: int = 0
     bytes: int = 0
     rate: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
@@ -569,6 +571,8 @@ class Coordinator:
                     "rounds_behind": ledger.behind(name) if member else None,
                     "share": round(weights[name] / (weights.total() or 1), 4),
                     "late": counted.late,
+                    "not_finite": counted.not_finite,
+                    "too_long": counted.too_long,
                     "incarnations": counted.incarnations,
                     "bytes": counted.bytes,
                     "bytes_per_second": round(counted.rate),
@@ -610,6 +614,11 @@ class Coordinator:
                 gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
                 self.journal.append(record.seq, record.to_bytes(), gone)
                 self.ledger.append(self._indexed(record))
+                for out in record.left_out:
+                    counted = self.statistics[out.site]
+                    counted.not_finite += out.reason == "not finite"
+                    counted.too_long += out.reason == "too long"
+                    log.warning("round %d of fragment %d leaves out %s", record.round, record.fragment, out)
                 self._tell(Event("record", {}, record.to_bytes()))
                 self._call(record.fragment)
             if self._ledger:

@@ -71,6 +71,7 @@ class Progress:
     refused: int = 0
     late: MergeAction = MergeAction.CARRY
     dropped: bool = False
+    too_long: int = 0
     is_fresh: bool = False
     apart: LaunchId | None = None
     standing: LaunchId | None = None
@@ -180,6 +181,9 @@ class Progress:
         if record.final or (flight and not flight.own.finite):
             return MergeAction.TAKE
         if mine is None:
+            without = record.without(site)
+            if flight and without and without.reason == "too long":
+                return MergeAction.TAKE
             return self.late if flight and not self.dropped else MergeAction.CARRY
         if flight and flight.own == mine:
             return MergeAction.MIX
@@ -219,7 +223,10 @@ class Progress:
         )
 
 
-_SAVED = "applied", "launched_at", "digest", "steps", "samples", "ended", "dropped", "apart", "flight"
+_SAVED = "applied", "launched_at", "digest", "steps", "samples", "ended", "dropped", "too_long", "apart", "flight"
+
+# A site whose contributions are too long so many times in a row will not recover.
+_MOST_TOO_LONG = 3
 
 
 class Follower:
@@ -425,8 +432,16 @@ class Follower:
                 )
             own.refused = record.round
             return MergeAction.REFUSE
-        landing = own.landing(record, self.site)
+        landing, without = own.landing(record, self.site), record.without(self.site)
         own.land(landing, record.position, after)
+        own.too_long = own.too_long + 1 if without and without.reason == "too long" else 0
+        if own.too_long >= _MOST_TOO_LONG:
+            raise AgreementError(
+                f"What {self.site} contributed to fragment {own.fragment} was left out {own.too_long} times in a row:"
+                " it was too long beside what it contributed before, and what the others did. This site leaves, and"
+                " they go on. Look at its data, its learning rate and its machine; started again without a checkpoint,"
+                " it begins from what the others have."
+            )
         return landing
 
     # States

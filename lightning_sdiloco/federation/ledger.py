@@ -10,12 +10,14 @@ launch. An operator ends a run at any time, and then something may be open, or o
 closes as any other, with an outer step, and the next one is called as the last, though nobody has launched for it.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from lightning_sdiloco.algorithm.guard import outlying
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.messages import (
     Call,
@@ -278,15 +280,19 @@ class Ledger:
                 continue
             if not majority:
                 continue
-            call, sites_counted = self._call(fragment), {own.site for own in majority}
+            call, too_long = self._call(fragment), self._too_long(fragment, majority)
+            counted = tuple(own for own in majority if own.site not in too_long)
+            held = {own.site for own in majority}
             left_out = tuple(
-                LeftOut(site, own.reason or "other outer parameters")
+                LeftOut(site, "too long", float(f"{too_long[site]:.4g}"))
+                if site in too_long
+                else LeftOut(site, own.reason or "other outer parameters")
                 for site, own in sorted(round.here.items())
-                if site not in sites_counted
+                if site in too_long or site not in held
             )
             timings = tuple(own for _, own in sorted(self._timings.untold.get(fragment, {}).items()))
             seq, previous = self.seq + len(records), self.closed[fragment].key
-            records.append(Record(seq, fragment, call.round, previous, tuple(majority), left_out, call.final, timings))
+            records.append(Record(seq, fragment, call.round, previous, counted, left_out, call.final, timings))
         if undecided and not records:
             raise undecided[0]
         return records
@@ -327,6 +333,19 @@ class Ledger:
             f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"
             " wrong (sdiloco hub evict), so that they fetch a state from the others."
         )
+
+    def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:
+        """Returns the sites whose outer gradients the guard leaves out, each with how many times too long it is."""
+        if self.terms.guard is None:
+            return {}
+        past = defaultdict[str, list[float]](list)
+        for own in (own for record in self.history[fragment] for own in record.counted):
+            past[own.site].append(self._length(own))
+        return outlying({own.site: self._length(own) for own in majority}, past, self.terms.guard)
+
+    def _length(self, own: Contribution) -> float:
+        """Returns the norm for each inner step: some have trained more than others, such as who was without the hub."""
+        return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps)
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]

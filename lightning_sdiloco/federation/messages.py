@@ -87,8 +87,11 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
+    """Tells why a contribution does not count; one that is too long is so many ``times`` as long as usual."""
+
     site: Name
-    reason: Literal["not finite", "no samples", "other outer parameters"]
+    reason: Literal["not finite", "no samples", "other outer parameters", "too long"]
+    times: float = 0.0
 
 
 class Timing(NamedTuple):
@@ -130,6 +133,10 @@ class Record(Message):
 
     def of(self, site: str) -> Contribution | None:
         return next((own for own in self.counted if own.site == site), None)
+
+    def without(self, site: str) -> LeftOut | None:
+        """Tells why what a site has contributed does not count."""
+        return next((own for own in self.left_out if own.site == site), None)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Record":

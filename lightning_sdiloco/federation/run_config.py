@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any
 
+from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import (
     CLASS_PATH,
@@ -49,12 +50,13 @@ class Terms:
     lease: float = 10.0
     quorum: int | ChosenQuorum = 1
     rounds: int | None = None
+    guard: float | None = GUARD
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
-            is_chosen = isinstance(value, ChosenQuorum) or (item.name == "rounds" and value is None)
+            is_chosen = isinstance(value, ChosenQuorum) or (item.name in ("rounds", "guard") and value is None)
             if not is_chosen and not value >= least:
                 raise ValueError(f"{item.name}={value!r} is out of range: it must be at least {least}.")
         if self.overlap_steps >= self.sync_every:

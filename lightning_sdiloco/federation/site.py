@@ -361,6 +361,18 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
+        without, outlying = record.without(self.follower.site), ()
+        if without and without.reason in ("too long", "not finite"):
+            why = "it was not finite"
+            if without.reason == "too long":
+                why, outlying = f"{without.times:.4g} times as long as usual", (0,)
+            _log.warning(
+                "What this site contributed to round %d of fragment %d was left out: %s. It takes the outer parameters"
+                " of that fragment.",
+                record.round,
+                record.fragment,
+                why,
+            )
         if landing is MergeAction.DROP and not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
@@ -389,6 +401,7 @@ class FederatedWorld:
         told = stepped.arrival.landing._replace(
             launched_at=step if launched is None else launched.flight.launch.step,
             left_out=() if was_finite else (0,),
+            outlying=outlying,
             bytes_sent=sum(map(len, sent)),
             bytes_received=sum(
                 payload.size

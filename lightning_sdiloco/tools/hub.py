@@ -167,6 +167,8 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, where that is worst."),
     "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
     "late": ("counter", "late", "Contributions of a site that came when their round was closed."),
+    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out as they were not finite."),
+    "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
     "incarnations": ("counter", "starts", "How often a site has come as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),

@@ -49,7 +49,7 @@ def as_table(status: dict[str, Any]) -> Group:
     head = Text(f"run {status['run']}: {status['records']} records")
     trouble = [Text(status["trouble"], style="bold red")] if status["trouble"] else []
     sites = Table("site", "state", title="sites", title_justify="left")
-    for name in ("last heartbeat", "behind", "share", "late", "incarnations", "sent", "rate"):
+    for name in ("last heartbeat", "behind", "share", "late", "not finite", "too long", "incarnations", "sent", "rate"):
         sites.add_column(name, justify="right")
     for name, own in status["sites"].items():
         sites.add_row(
@@ -59,6 +59,8 @@ def as_table(status: dict[str, Any]) -> Group:
             "-" if own["rounds_behind"] is None else str(own["rounds_behind"]),
             f"{own['share']:.0%}",
             str(own["late"]),
+            str(own["not_finite"]),
+            str(own["too_long"]),
             str(own["incarnations"]),
             readable(own["bytes"]),
             f"{readable(own['bytes_per_second'])}/s",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fractions import Fraction
 from math import inf, isclose, nan
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ NORMS = st.sampled_from([0.0, 1.0, 4.0, 30.0]) | st.floats(0, 1e6)
 )
 @example(guard=2.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in (3.0, 1.0, 3.0, 1.0, 4.5)])
 @example(guard=5.0, rounds=[[(1, norm, True), (1, 1.0, True), (0, 9.0, True)] for norm in [1.0] * 5 + [30.0] * 8])
-def test_the_guard_leaves_out_who_is_far_above_the_middle_of_its_last_eight_unless_all_are(
+def test_the_guard_leaves_out_who_is_far_above_its_last_eight_and_the_others_unless_all_are(
     guard: float, rounds: list[list[tuple[int, float, bool]]]
 ) -> None:
     remembers: list[list[float]] = [[], [], []]
@@ -77,8 +77,11 @@ def test_the_guard_leaves_out_who_is_far_above_the_middle_of_its_last_eight_unle
         controls = [said(*value) for value in values]
         count = Aggregation(None, guard).count(controls, remembers)
         counted = [group for group, (weight, _, finite) in enumerate(values) if weight and finite]
-        last = {group: norms[group][-8:] for group in counted}
-        far = [own for own in counted if len(last[own]) >= 4 and controls[own].norm > guard * median(last[own]) > 0]
+        usual = {}
+        for own in counted:
+            last, others = norms[own][-8:], [controls[other].norm for other in counted if other != own]
+            usual[own] = max(median(last) if len(last) >= 4 else 0.0, median_high(others) if others[1:] else 0.0)
+        far = [own for own in counted if controls[own].norm > guard * usual[own] > 0]
         assert count.outlying == (tuple(far) if len(far) < len(counted) else ())
         assert sorted([*count.factors, *count.outlying]) == counted
         remembers = remembered(remembers, controls)
@@ -190,7 +193,7 @@ def test_an_outlier_is_left_out_by_all_takes_the_outer_values_and_is_no_error() 
 
 def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_or_alone_or_at_the_end() -> None:
     guarded: dict[str, Any] = {"outer_optimizer": OuterOptimizer(clip_norm=3.0, outlier_guard=2.0)}
-    for run in (Pushed(2), Pushed(1, **guarded)):
+    for run in (Pushed(2, outer_optimizer=OuterOptimizer(outlier_guard=None)), Pushed(1, **guarded)):
         for length in (1.0, 1.0, 1.0, 1.0, 1e6):
             assert run.push(*[1.0, length][-len(run.models) :]).outlying == ()
     run = Pushed(2, **guarded)

@@ -30,7 +30,14 @@ SITE: dict[str, Any] = {
     "rounds_behind": 1,
     "share": 0.75,
 }
-SITE |= {"late": 3, "incarnations": 2, "bytes": 2_500_000, "bytes_per_second": 1_000_000}
+SITE |= {
+    "late": 3,
+    "not_finite": 1,
+    "too_long": 4,
+    "incarnations": 2,
+    "bytes": 2_500_000,
+    "bytes_per_second": 1_000_000,
+}
 GONE = SITE | {"state": "gone", "last_heartbeat": None, "rounds_behind": None, "share": 0.25}
 FRAGMENT = {"round": 7, "open": True, "here": ["a"], "missing": ["b"], "ended": False}
 STATUS: dict[str, Any] = {
@@ -161,6 +168,7 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
         'sdiloco_site_last_heartbeat_seconds{run="llm",site="a"} 0.42',
         'sdiloco_site_weight_share{run="llm",site="b"} 0.25',
         'sdiloco_site_late_total{run="llm",site="a"} 3.0',
+        'sdiloco_site_too_long_total{run="llm",site="a"} 4.0',
         'sdiloco_site_sent_bytes_total{run="llm",site="a"} 2.5e+06',
         'sdiloco_fragment_round{fragment="1",run="llm"} 7.0',
         'sdiloco_fragment_waits_for{fragment="0",run="llm",site="b"} 1.0',

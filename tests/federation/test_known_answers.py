@@ -165,7 +165,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
 def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_evicted_stays_out() -> None:
     made = ledger("abc")
     offer(made, own("a"), own("b", digest=8), own("c"))
-    assert [each.left_out for each in made.due(1.0)] == [(("b", "other outer parameters"),)]
+    assert [each.left_out for each in made.due(1.0)] == [(("b", "other outer parameters", 0.0),)]
     made = ledger("ab")
     offer(made, own("a"), own("b", digest=8))
     assert close(made, 5.0) == []
