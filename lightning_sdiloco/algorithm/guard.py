@@ -15,28 +15,33 @@ REMEMBERED = 8
 _ENOUGH, _OTHERS = 4, 2
 
 
-def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
-    """Returns whose norms are out, each with how many times as long as usual it is.
+def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
+    """Returns how long an outer gradient usually is; 0 where that is not known.
 
-    What is usual is the median of the last norms of the same, if there are four, or that of the others of the round, if
-    there are two: the longer one, where there are both. If all are that far off, the training has changed, and none is
-    at fault.
+    It is the median of the last norms of the same, if there are four, or that of the others in the round, if there are
+    two: the longer one, where there are both.
 
     Args:
+        who: Whose outer gradient.
         norms: The norms of those that could count in a round.
         past: The last norms of each, at most eight.
-        guard: How many times as long as usual is too long.
+    """
+    own, others = past.get(who, ()), [norm for other, norm in norms.items() if other != who]
+    of_the_past = median(own) if len(own) >= _ENOUGH else 0.0
+    return max(of_the_past, median_high(others)) if len(others) >= _OTHERS else of_the_past
+
+
+def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
+    """Returns who is out, each with how many times as long as usual it is.
+
+    If all are that far off, the training has changed, and none is at fault.
 
     Examples:
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.2}, {}, guard=10.0)
-        {'b': 36.36363636363637}
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.2}, {"b": [50.0] * 4}, guard=10.0)
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {}, guard=10.0)
+        {'b': 40.0}
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [50.0] * 4}, guard=10.0)
         {}
     """
-    far = {}
-    for who, norm in norms.items():
-        own, others = past.get(who, ()), [length for other, length in norms.items() if other != who]
-        usual = max(median(own) if len(own) >= _ENOUGH else 0.0, median_high(others) if len(others) >= _OTHERS else 0.0)
-        if norm > guard * usual > 0:
-            far[who] = norm / usual
+    times = {who: norm / own for who, norm in norms.items() if (own := usual(who, norms, past)) > 0}
+    far = {who: longer for who, longer in times.items() if longer > guard}
     return far if len(far) < len(norms) else {}

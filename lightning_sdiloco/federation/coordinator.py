@@ -305,6 +305,9 @@ class Coordinator:
             raise Malformed("a blob is a run config, a payload or a part of a state.")
         with self._lock:
             self._require_here(peer)
+            most = (self.run_config or self._founding.run_config).most_bytes_of(kind)
+            if size > most:
+                raise Refused(f"a {kind} of {size:,} bytes is too large for this run: at most {most:,} are.")
             began = self.statistics[peer.name].began
             if len(began) < _MOST_BEGUN:
                 began.setdefault(key, self._clock())

@@ -310,20 +310,24 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     return Peer(claimed.role, claimed.name, who["incarnation"])
 
 
-def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
-    found = context.auth_context()
-    names = [name.decode(errors="replace") for name in found.get("x509_subject_alternative_name", [])]
-    known = [identity for identity in map(Identity.of_uri, names) if identity is not None]
+def holder_of(context: Any) -> Identity:
+    """Returns for whom the certificate of a connection speaks."""
+    names = context.auth_context().get("x509_subject_alternative_name", [])
+    known = [own for name in names if (own := Identity.of_uri(name.decode(errors="replace"))) is not None]
     if len(known) != 1:
         raise Denied("the certificate does not say for which run, role and name it speaks.")
-    (own,) = known
+    return known[0]
+
+
+def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
+    own = holder_of(context)
     # An authority that was not bound to a run when it signed has been bound to that of this hub since.
     if own.run not in (run, UNBOUND):
         raise Denied(f"this hub serves run {run!r}, and the certificate is for run {own.run!r}.")
     if (own.role, own.name) != (claimed.role, claimed.name):
         raise Denied(f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}.")
     revoked = bundle.revoked()
-    if revoked and fingerprint(found["x509_pem_cert"][0]) in revoked:
+    if revoked and fingerprint(context.auth_context()["x509_pem_cert"][0]) in revoked:
         raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
 
 

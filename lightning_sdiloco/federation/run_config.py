@@ -1,5 +1,7 @@
 """The run config: what a run was founded on. Who brings another one is refused, and told what differs."""
 
+import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -22,6 +24,7 @@ RETENTION = 8  # rounds for which payloads are kept; who is further behind needs
 SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5
+_SIZES = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,16 @@ class RunConfig(Message):
     def key(self) -> str:
         """The key by which run configs are told apart; the first record of every fragment names it."""
         return key_of(self.to_bytes())
+
+    @cached_property
+    def numel(self) -> int:
+        """How many values all parameters and buffers have."""
+        shapes = (shape.split(")")[0] for own in self.fragments for _, shape in own)
+        return sum(math.prod(map(int, _SIZES.findall(shape))) for shape in shapes)
+
+    def most_bytes_of(self, kind: str) -> int:
+        """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""
+        return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel
 
     def summary(self) -> dict[str, Any]:
         """Returns what is to be said of it in short, as an object of JSON: without the names of parameters."""

@@ -7,9 +7,10 @@ import secrets
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
-from lightning_sdiloco.federation.keys import LOOKING, Peer, load, peer_of, speaks_for_itself
+from lightning_sdiloco.federation.keys import LOOKING, Peer, holder_of, load, peer_of, speaks_for_itself
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
 from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
@@ -43,6 +44,10 @@ from lightning_sdiloco.federation.wire import (
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 512  # that are served at the same time; a site makes one for each of its connections, and one that stays
+_FOR_OPERATORS = 32  # further ones, so that there is room for them whoever else calls
+_MOST_OF_ONE = {"site": 256}  # calls that one certificate may have open; others fewer
+_MOST_OF_OTHERS = 32
+_SILENT = 10.0  # seconds within which a call says who makes it
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
 MAX_EVENTS = 1024  # that wait for somebody who does not read them; with one more it is sent away, and begins anew
 MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
@@ -87,6 +92,53 @@ class Session:
             yield event
 
 
+class Door:
+    """Lets a call in before anything of it is read: so many of each certificate, and none that stays silent."""
+
+    def __init__(self) -> None:
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._open: Counter[tuple[str, str]] = Counter()
+        self._silent: dict[Any, float] = {}
+
+    @contextmanager
+    def passed(self, context: Any, is_certified: bool) -> Iterator[None]:
+        """Holds a place for a call as long as it lasts."""
+        holder = holder_of(context) if is_certified else None
+        who = ("site", "") if holder is None else (holder.role, holder.name)
+        most = MAX_CALLS if holder is None else _MOST_OF_ONE.get(who[0], _MOST_OF_OTHERS)
+        with self._lock:
+            if self._open[who] >= most or (who[0] != "operator" and self._open.total() >= MAX_CALLS):
+                raise Busy(f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in all: too many.")
+            self._open[who] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[who] -= 1
+                self._open += Counter()  # drops who has none
+
+    def first(self, requests: Iterator[bytes], context: Any) -> bytes | None:
+        """Returns the first message of a stream, which has a moment for it."""
+        with self._lock:
+            self._silent[context] = time.monotonic() + _SILENT
+        try:
+            return next(requests, None)
+        finally:
+            with self._lock:
+                del self._silent[context]
+
+    def watch(self) -> None:
+        """Ends streams that stay silent, until `close`."""
+        while not self._closed.wait(_AGAIN):
+            with self._lock:
+                late = [context for context, until in self._silent.items() if until < time.monotonic()]
+            for context in late:
+                context.cancel()
+
+    def close(self) -> None:
+        self._closed.set()
+
+
 class Hub:
     """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise."""
 
@@ -122,15 +174,16 @@ class Hub:
         self._run, self._bundle = run, bundle
         grpc = extra("grpc")
         self._server = grpc.server(
-            ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="hub"),
+            ThreadPoolExecutor(MAX_CALLS + _FOR_OPERATORS, thread_name_prefix="hub"),
             options=SERVER_OPTIONS,
-            maximum_concurrent_rpcs=MAX_CALLS,
+            maximum_concurrent_rpcs=MAX_CALLS + _FOR_OPERATORS,
         )
+        self._door = Door()
         handlers = {
-            "put": grpc.stream_unary_rpc_method_handler(_answering(self._put)),
-            "get": grpc.unary_stream_rpc_method_handler(_telling(self._get)),
-            "call": grpc.unary_unary_rpc_method_handler(_answering(self._call)),
-            "watch": grpc.stream_stream_rpc_method_handler(_telling(self._watch)),
+            "put": grpc.stream_unary_rpc_method_handler(self._answering(self._put)),
+            "get": grpc.unary_stream_rpc_method_handler(self._telling(self._get)),
+            "call": grpc.unary_unary_rpc_method_handler(self._answering(self._call)),
+            "watch": grpc.stream_stream_rpc_method_handler(self._telling(self._watch)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         try:
@@ -149,13 +202,18 @@ class Hub:
 
     def start(self) -> None:
         self._calls.start(self.push)
+        self._serve()
+
+    def _serve(self) -> None:
         self._server.start()
+        threading.Thread(target=self._door.watch, name="hub-door", daemon=True).start()
 
     def close(self, grace: float = 0.5) -> None:
         with self._lock:
             ended = list(self._sessions)
         for session in ended:
             session.end()
+        self._door.close()
         self._server.stop(grace).wait()
 
     def push(self, event: Event, to: Collection[str] | None = None) -> None:
@@ -186,7 +244,7 @@ class Hub:
 
     def _put(self, requests: Iterator[bytes], context: Any) -> bytes:
         """Takes a part of a blob, or none, and says what has become of it, or what is missing."""
-        peer, header, about, _ = self._asked("put", next(requests, None), context)
+        peer, header, about, _ = self._asked("put", self._door.first(requests, context), context)
         key, size = checked_key(header.get("key")), checked_size(header.get("size"), self.store.max_blob, "blob")
         start = checked_size(header.get("start", 0), size, "part")
         self._calls.admit(peer, about, key, size)
@@ -244,7 +302,7 @@ class Hub:
         return pack(*self._calls.call(peer, header["call"], about, body))
 
     def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
-        peer, _, about, _ = self._asked("watch", next(requests, None), context)
+        peer, _, about, _ = self._asked("watch", self._door.first(requests, context), context)
         session = Session(peer)
         with self._lock:
             if sum(other.peer.name == peer.name for other in self._sessions) >= MAX_WATCHING:
@@ -285,32 +343,33 @@ class Hub:
             log.debug("%s stopped: %r", peer.name, error)
         session.end()
 
+    def _telling(self, tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any], Iterator[bytes]]:
+        """Returns a call that ends with the status of what goes wrong, and does not show a stranger our insides."""
 
-def _telling(tell: Callable[[Any, Any], Iterator[bytes]]) -> Callable[[Any, Any], Iterator[bytes]]:
-    """Returns a call that ends with the status of what goes wrong, and does not show a stranger our insides."""
+        def told(request: Any, context: Any) -> Iterator[bytes]:
+            try:
+                with self._door.passed(context, self._bundle is not None):
+                    yield from tell(request, context)
+            except Exception as error:
+                if not context.is_active():
+                    raise
+                codes = extra("grpc").StatusCode
+                if isinstance(error, Failure):
+                    # A line each, whatever a stranger has put into what he sent. Somebody has to make room.
+                    why = " ".join(str(error).split())
+                    log.log(
+                        logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), why
+                    )
+                    context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), why[:1000])
+                log.exception("a call of %s failed", context.peer())
+                context.abort(codes.INTERNAL, "the hub failed; its log says why.")
 
-    def told(request: Any, context: Any) -> Iterator[bytes]:
-        try:
-            yield from tell(request, context)
-        except Exception as error:
-            if not context.is_active():
-                raise
-            codes = extra("grpc").StatusCode
-            if isinstance(error, Failure):
-                # Somebody has to make room.
-                level = logging.ERROR if isinstance(error, NoSpace) else logging.INFO
-                log.log(level, "%s: %s", context.peer(), error)
-                context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), str(error)[:1000])
-            log.exception("a call of %s failed", context.peer())
-            context.abort(codes.INTERNAL, "the hub failed; its log says why.")
+        return told
 
-    return told
-
-
-def _answering(answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
-    """As `_telling`, for calls with one answer."""
-    told = _telling(lambda request, context: iter([answer(request, context)]))
-    return lambda request, context: next(told(request, context))
+    def _answering(self, answer: Callable[[Any, Any], bytes]) -> Callable[[Any, Any], bytes]:
+        """As `_telling`, for calls with one answer."""
+        told = self._telling(lambda request, context: iter([answer(request, context)]))
+        return lambda request, context: next(told(request, context))
 
 
 class HubService(Hub):
@@ -350,7 +409,7 @@ class HubService(Hub):
     @override
     def start(self) -> None:
         self.coordinator.start(self.push, self._awake.set)
-        self._server.start()
+        self._serve()
         self._ticker.start()
 
     @override

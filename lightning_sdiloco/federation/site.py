@@ -361,7 +361,7 @@ class FederatedWorld:
             return None
         self._rounds.reshard()
         own = next((i for i, one in enumerate(record.counted) if one.site == self.follower.site), -1)
-        without, outlying = record.without(self.follower.site), ()
+        without, outlying = record.without(self.follower.site), tuple[int, ...]()
         if without and without.reason in ("too long", "not finite"):
             why = "it was not finite"
             if without.reason == "too long":

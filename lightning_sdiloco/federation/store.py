@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import sqlite3
 import struct
 import tempfile
@@ -224,8 +225,9 @@ class BlobStore:
         if self._folder is None:
             self.spool = Path(tempfile.mkdtemp(prefix="sdiloco-"))
         else:
+            Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
             self.spool = Path(root) / "incomplete"
-            self.spool.mkdir(parents=True, exist_ok=True)
+            self.spool.mkdir(exist_ok=True)
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
     def put(self, blob: Bytes) -> str:
@@ -326,10 +328,10 @@ class Upload:
         with _telling_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another gives up.
             self._file = open(self._path, "xb+", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
-            with self.discarded_on_error():
-                if size and hasattr(os, "posix_fallocate"):
-                    # A disk that is too small says so now.
-                    os.posix_fallocate(self._file.fileno(), 0, size)
+        # A disk that is too small says so now; what nobody has sent takes no room.
+        if size > shutil.disk_usage(store.spool).free:
+            self.discard()
+            raise NoSpace(f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored.")
 
     def take(self, start: int, data: Bytes) -> bool:
         """Writes a piece that has arrived; tells whether all of the blob is there."""

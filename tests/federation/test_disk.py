@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import re
+import shutil
 import sqlite3
 import stat
 import subprocess
@@ -12,7 +13,9 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -160,9 +163,10 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path, monkeyp
     upload.discard()
     # A full disk refuses a blob, and keeps the others.
     blobs = os.listdir(tmp_path / "blobs")
-    for function in ("posix_fallocate", "pwrite", "fsync"):
+    full = OSError(errno.ENOSPC, "No space left")
+    for module, function, told in ((os, "pwrite", full), (os, "fsync", full), (shutil, "disk_usage", 3 * CHUNK - 1)):
         with monkeypatch.context() as patch:
-            patch.setattr(os, function, lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
+            patch.setattr(module, function, Mock(side_effect=[told] if told is full else [SimpleNamespace(free=told)]))
             with pytest.raises(NoSpace):
                 store.put(bytes(3 * CHUNK))
         assert (os.listdir(tmp_path / "incomplete"), os.listdir(tmp_path / "blobs")) == ([], blobs)

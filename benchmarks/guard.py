@@ -1,0 +1,98 @@
+"""How much longer than usual honest outer gradients are, and how often they point against the mean of all.
+
+    python -m benchmarks.guard [--quick] [--json FILE]
+
+Two and four groups train a small GPT from the first round on, each on a part of the text of its own, with two lengths
+of a round and two learning rates. What the guard would say with any factor follows from how much longer than usual each
+contribution is.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from benchmarks import report
+from benchmarks.models import TINY
+from benchmarks.training import Loop, Text, Training
+from lightning_sdiloco import Landing
+from lightning_sdiloco.algorithm.guard import GUARD, REMEMBERED, usual
+
+CASES = [
+    (groups, sync_every, lr) for groups in (2, 4) for sync_every, lr in ((10, 3e-3), (10, 1e-2), (30, 3e-3), (30, 1e-2))
+]
+
+
+class Parts(Text):
+    """The text, of which each group has a part of its own."""
+
+    groups = 1
+
+    @override
+    def _order(self, seed: int, batch: int) -> Iterator[Tensor]:
+        generator, part = torch.Generator().manual_seed(seed), len(self.training) // self.groups
+        while True:
+            windows = [torch.randint(part, (batch // self.groups,), generator=generator) for _ in range(self.groups)]
+            yield torch.cat([part * group + own for group, own in enumerate(windows)])
+
+
+@dataclass(frozen=True)
+class Unequal(Training):
+    @override
+    def text(self) -> Text:
+        text = Parts(self.size, self.validation_windows, self.device)
+        text.groups = self.groups
+        return text
+
+
+def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Landing]:
+    """Trains, and returns all landings of the first group."""
+    found: list[Landing] = []
+    choices = {"sync_every": sync_every, "overlap_steps": 2, "fragments": "strided:1", "compression": "fp4"}
+    training = Unequal(TINY, choices, groups=groups, budget=budget, lr=lr)
+    loop = Loop(training, training.text())
+    streaming: Any = loop._streaming
+    for engine in streaming.engines:
+        engine.diagnose()
+    step = streaming.step
+    streaming.step = lambda **how: found.extend(step(**how)[0])
+    loop.run()
+    return found
+
+
+def lengths(found: list[Landing]) -> list[float]:
+    """Returns how many times as long as usual each contribution was, where that is known."""
+    past, longer = defaultdict[int, dict[int, list[float]]](lambda: defaultdict(list)), []
+    for landing in found:
+        own, norms = past[landing.fragment], dict(enumerate(landing.group_norms))
+        longer += [norm / known for group, norm in norms.items() if (known := usual(group, norms, own))]
+        for group, norm in norms.items():
+            own[group] = [*own[group], norm][-REMEMBERED:]
+    return longer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = report.options(__doc__, arguments)
+    rows, longest, contributions, against = [], 0.0, 0, 0
+    for groups, sync_every, lr in CASES[:1] if options.quick else CASES:
+        found = landings(groups, sync_every, lr, budget=0.5 if options.quick else 24.0)
+        cosines = [cosine for one in found if one.diagnostics for cosine in one.diagnostics.cosines]
+        most, negative = max(lengths(found)), sum(cosine < 0 for cosine in cosines)
+        longest, contributions, against = max(longest, most), contributions + len(cosines), against + negative
+        case = [str(groups), str(sync_every), f"{lr:g}", str(len(cosines)), f"{most:.2f}", f"{min(cosines):.2f}"]
+        rows.append(case)
+        report.said(" ".join(case))
+    columns = ["groups", "sync_every", "learning rate", "contributions", "longest, times usual", "least cosine"]
+    report.show(
+        "Honest contributions", columns, rows, f"The guard leaves out what is {GUARD:g} times as long as usual."
+    )
+    headline = {"contributions": contributions, "longest, times usual": longest, "against the mean": against}
+    report.write(options.json, headline, report.measured("guard", options.quick))
+
+
+if __name__ == "__main__":
+    main()
