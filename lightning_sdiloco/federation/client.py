@@ -34,6 +34,7 @@ from lightning_sdiloco.federation.wire import (
     Header,
     HubError,
     HubUnreachable,
+    backoff,
     checked_key,
     checked_size,
     extra,
@@ -47,7 +48,6 @@ _SILENT_HEARTBEATS = 4  # heartbeats of the hub that may be missing before it co
 _LONGEST_PAUSE = 2.0  # seconds: a link that heals is noticed with the next try
 _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time that nothing moved
 _STUCK = 4
-_AGAIN = 1.0  # seconds after which something is tried again that did not succeed
 _THREADS = 128
 
 # How the way to a hub is measured: with pings, so many at a time on a connection and bytes in each, until it is busy.
@@ -159,7 +159,7 @@ class HubClient:
                 self.away = why
                 self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
-                self._closed.wait(min(self._heartbeat * 2**broken / 5, _LONGEST_PAUSE))
+                self._closed.wait(backoff(broken, self._heartbeat / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)
         finally:
             self._listening = False
@@ -237,9 +237,9 @@ class HubClient:
     def pool(self, threads: int, name: str) -> Executor:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
-    def pause(self, over: threading.Event) -> bool:
-        """Waits a moment before another try, or until something is over; tells whether there is another try."""
-        over.wait(_AGAIN)
+    def pause(self, over: threading.Event, tries: int = 0) -> bool:
+        """Waits before another try, or until something is over; tells whether there is another try."""
+        over.wait(backoff(tries))
         return not self._closed.is_set()
 
     def close(self, timeout: float = 0.0) -> None:
@@ -333,7 +333,7 @@ class HubClient:
             if errors and (not ever or stuck > _STUCK):
                 raise errors[0]
             if errors or stuck:
-                self._closed.wait(_PAUSE * 2**stuck)
+                self._closed.wait(backoff(stuck, _PAUSE))
 
     def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
         """Runs tasks, each of which waits for calls, at the same time; returns what became of those that failed."""
@@ -534,7 +534,7 @@ class InProcessClient:
     def pool(self, threads: int, name: str) -> Executor:
         return _Inline()
 
-    def pause(self, over: threading.Event) -> bool:
+    def pause(self, over: threading.Event, tries: int = 0) -> bool:
         """Waits for nothing: what did not go now goes with the next hello."""
         return False
 

@@ -18,7 +18,7 @@ import time
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
@@ -249,7 +249,7 @@ class Coordinator:
                 f"the name {hello.site} is in use by a living process: end it first, or wait for"
                 f" {member.until - now:.1f} s if it is dead"
             )
-        welcome = ledger.hello(hello, now)
+        welcome = replace(ledger.hello(hello, now), rolled_back=bool(self.journal.notes("rolled_back")))
         counted = self.statistics[hello.site]
         counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
         counted.incarnation = hello.incarnation
@@ -531,7 +531,7 @@ class Coordinator:
             gone = [
                 name for name in self.journal.notes() if name.startswith(("snapshot/", "open/")) and name not in kept
             ]
-            self.journal.cut(count, {**dict.fromkeys(gone), "ending": None})
+            self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
             self._snapshots, self.trouble = kept, None
             self._ledger = self._opened()
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)

@@ -286,7 +286,7 @@ class Follower:
         standing = [LaunchId(at.round + 1, known[p]) if p in known else None for p, at in enumerate(welcome.closed)]
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
-    def lose(self, now: float) -> None:
+    def lose(self, now: float, why: str = "") -> None:
         """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on."""
         self.reachable = False
         self._alone_since = now if self._alone_since is None else self._alone_since
@@ -294,7 +294,7 @@ class Follower:
             raise ExchangeError(
                 f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, which is more than"
                 f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: start it again when the hub"
-                " is back."
+                f" is back. {why}".rstrip()
             )
 
     @property

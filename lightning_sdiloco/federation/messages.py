@@ -185,6 +185,7 @@ class Welcome(Message):
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
     standing: Annotated[tuple[Standing, ...], MOST_FRAGMENTS] = ()
+    rolled_back: bool = unsaid(False)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ does not grow with its ranks, and neither does what it fetches: `places_of` give
 rank.
 """
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -79,6 +80,7 @@ class HubConnection:
         self._outbox: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
         self._sending: set[Contribution] = set()
         self._begun: set[Contribution] = set()
+        self._refusals: set[str] = set()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
         self._told: list[Told] = []
         self._error: Exception | None = None
@@ -101,16 +103,18 @@ class HubConnection:
 
     def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
         """Asks until there is an answer, for some seconds; while the name is in use, for as long as a dead one is."""
-        began = self.now()
-        while True:
+        began, told = self.now(), ""
+        for tries in itertools.count():
             try:
                 return ask()
             except HubError as error:
                 if isinstance(error, Busy) and self.now() > began + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
-                if self.now() > began + seconds or not self._client.pause(self._closed):
+                if self.now() > began + seconds or not self._client.pause(self._closed, min(tries, 2)):
                     raise ExchangeError(f"A rank of {self.site} has not reached the hub: {error}{advice}") from error
-                log.warning("%s waits for its hub: %s", self.site, error)
+                if str(error) != told:
+                    log.warning("%s waits for its hub: %s", self.site, told := str(error))
+        raise AssertionError("it asks until there is an answer, or an error")
 
     def agree(self, run_config: RunConfig) -> RunConfig:
         def ask() -> RunConfig:
@@ -263,10 +267,30 @@ class HubConnection:
     def _send(self, own: Contribution) -> None:
         """Sends the payloads of a contribution until they are taken, or it is overtaken."""
         try:
+            tries = 0
             while not self._closed.is_set() and (kept := self._outbox.get(own.fragment)) and kept[0] == own:
-                nudge = self._nudge
-                if self._is_taken(own, kept[1]) or not self._client.pause(nudge):
+                # A hub that is back is tried at once; one that refuses, ever more seldom, however often it says hello.
+                nudge, is_refused = self._nudge, False
+                try:
+                    if self._is_taken(own, kept[1]):
+                        return
+                except Refused as error:
+                    is_refused = True
+                    # Where another rank sends, the first one may have to say hello first.
+                    level = logging.INFO if self._rank or str(error) in self._refusals else logging.WARNING
+                    self._refusals.add(str(error))
+                    log.log(
+                        level,
+                        "%s: round %d of fragment %d was not taken: %s",
+                        self.site,
+                        own.round,
+                        own.fragment,
+                        error,
+                    )
+                    self._submit("calls", self._call, "hello", self.words[0])
+                if not self._client.pause(self._closed if is_refused else nudge, tries):
                     return
+                tries = tries + 1 if is_refused or not nudge.is_set() else 0
         finally:
             with self._changed:
                 self._sending.discard(own)
@@ -284,12 +308,6 @@ class HubConnection:
             answer = self._call("contribute", None, own.to_bytes())
         except HubUnreachable as error:
             self._missed(error)
-            return False
-        except Refused as error:
-            # Where another rank sends, the first one may have to say hello first.
-            level = logging.INFO if self._rank else logging.WARNING
-            log.log(level, "%s: round %d of fragment %d was not taken: %s", self.site, own.round, own.fragment, error)
-            self._submit("calls", self._call, "hello", self.words[0])
             return False
         except HubError as error:
             self._put(Waiting(str(error)))
@@ -353,15 +371,16 @@ class HubConnection:
 
     def _get(self, payload: Payload) -> Bytes:
         """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
-        while True:
+        for tries in itertools.count():
             try:
                 blob = self._client.get(payload.key, payload.size)
                 self._away_since = None
                 return blob
             except HubUnreachable as error:
                 self._missed(error)
-                if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed):
+                if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed, tries):
                     raise
+        raise AssertionError("it asks until the blob is here, or an error")
 
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         named = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]

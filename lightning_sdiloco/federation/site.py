@@ -45,6 +45,7 @@ from lightning_sdiloco.federation.messages import (
     StateWanted,
     Told,
     Waiting,
+    Welcome,
     Welcomed,
 )
 from lightning_sdiloco.federation.remote import HubConnection
@@ -187,6 +188,7 @@ class FederatedWorld:
         self._refused: list[str] = []
         self._now = time.monotonic()
         self._has_said_hello = self._has_left = self._has_told_of_drop = self._is_alone = False
+        self._has_parted = False
         self._waits_for = ""
         self.requested = 0
         self._samples, self._has_trained = 0, False
@@ -428,7 +430,8 @@ class FederatedWorld:
         for event in told:
             match event:
                 case Welcomed():
-                    self._begin_again(self.follower.welcome(event.welcome))
+                    if not self._is_welcome(event.welcome):
+                        continue
                     self._drop_landed()
                     if self._is_alone:
                         _log.warning("The hub is back: site %s sends what it has trained.", self.follower.site)
@@ -465,6 +468,21 @@ class FederatedWorld:
                         self._waits_for = event.why
                         _log.warning("Site %s waits: %s", self.follower.site, event.why)
         return requests
+
+    def _is_welcome(self, welcome: Welcome) -> bool:
+        """Hears what the hub has. One that has less, or something else, counts as gone: somebody may bring it back."""
+        try:
+            self._begin_again(self.follower.welcome(welcome))
+        except AgreementError as error:
+            if welcome.rolled_back:
+                raise
+            if not self._has_parted:
+                _log.warning("%s The site trains on without that hub, for as long as patience says.", error)
+            self._is_alone = self._has_parted = True
+            self.follower.lose(self._now, str(error))
+            return False
+        self._has_parted = False
+        return True
 
     # Outer states on their way between sites; in-group collectives, between landings
 

@@ -5,6 +5,7 @@ A message is a strict JSON header, then raw bytes. Nothing is ever unpickled.
 
 import importlib
 import json
+import random
 import struct
 from collections.abc import Mapping
 from types import ModuleType
@@ -72,6 +73,11 @@ def extra(module: str) -> ModuleType:
             f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
             "pip install 'lightning-sdiloco[federated]'"
         ) from error
+
+
+def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
+    """Returns for how many seconds to wait after some tries in vain: ever longer, and not the same for all who wait."""
+    return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
 # Messages
