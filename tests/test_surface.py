@@ -22,7 +22,18 @@ FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
 COMMANDS = (
-    *("doctor", "hub", "hub end", "hub evict", "hub rollback", "keys", "keys add", "keys init", "keys revoke"),
+    *(
+        "doctor",
+        "hub",
+        "hub amend",
+        "hub end",
+        "hub evict",
+        "hub rollback",
+        "keys",
+        "keys add",
+        "keys init",
+        "keys revoke",
+    ),
     *("plan", "report", "schedule", "simulate", "status"),
 )
 

@@ -1,5 +1,6 @@
 """What a user says of a federation: where its hub is, and the terms of its founding; and how a site joins it."""
 
+import logging
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -20,8 +21,10 @@ from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.keys import bundle_of
 from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.remote import HubConnection
-from lightning_sdiloco.federation.run_config import LONGEST_GRACE, ChosenQuorum, RunConfig, Terms
+from lightning_sdiloco.federation.run_config import AMENDABLE, LONGEST_GRACE, ChosenQuorum, RunConfig, Terms
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
+
+_log = logging.getLogger(__name__)
 
 _CHANNELS = 8  # connections of a site over which payloads travel; its ranks share them
 
@@ -151,16 +154,23 @@ class Federation:
         ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:
-            run_config = connection.agree(ours)
+            run_config, terms = connection.agree(ours)
             if self.grace == "auto":
                 ours = replace(ours, terms=replace(ours.terms, grace=run_config.terms.grace))
-            ours.require_same(run_config)
+            # A site may give what was amended, or what the run was founded on.
+            given = {name: getattr(ours.terms, name) for name in AMENDABLE}
+            founded = {
+                name: getattr(run_config.terms, name) for name in AMENDABLE if given[name] == getattr(terms, name)
+            }
+            ours = replace(ours, terms=replace(ours.terms, **founded))
+            for patch in ours.require_same(run_config):
+                _log.warning("%s. What its arithmetic makes of known values is the same, so this site joins.", patch)
         except Exception:
             connection.own.leave()
             connection.own.close()
             raise
         site, incarnation, late = self.site, connection.own.incarnation, MergeAction(self.late)
-        follower = Follower(run_config.terms, run_config.key, site, incarnation, self.patience, late=late)
+        follower = Follower(terms, run_config.key, site, incarnation, self.patience, late=late)
         return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
 
 

@@ -19,7 +19,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation.codec import decoded, encoded, plain, read
@@ -27,6 +27,7 @@ from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import Answer, Founding, Ledger
 from lightning_sdiloco.federation.messages import (
     MOST_BYTES,
+    Amended,
     Call,
     Called,
     Contribution,
@@ -46,7 +47,7 @@ from lightning_sdiloco.federation.messages import (
     event_of,
 )
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
-from lightning_sdiloco.federation.run_config import RETENTION, RunConfig
+from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, RunConfig, Terms
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
 
@@ -59,6 +60,8 @@ _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 _PATIENCE = 60.0  # seconds after which somebody else is asked for a state that the first one has not begun to send
 _SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
+
+_TERMS = {name: hint for name, hint in get_type_hints(Terms, include_extras=True).items() if name in AMENDABLE}
 
 Status = dict[str, Any]
 
@@ -134,7 +137,7 @@ class Coordinator:
 
     def _opened(self) -> Ledger:
         assert self.run_config is not None, "the run has been founded"
-        terms, notes = self.run_config.terms, self.journal.notes
+        terms, notes = self.terms, self.journal.notes
         self._numbers = [array("q") for _ in range(terms.fragments)]
         self._named = [deque() for _ in range(terms.fragments)]
         ledger = Ledger(
@@ -150,6 +153,17 @@ class Coordinator:
         if notes("ending"):
             ledger.end()
         return ledger
+
+    @property
+    def terms(self) -> Terms:
+        """The terms of the run, as they were founded or amended."""
+        assert self.run_config is not None, "the run has been founded"
+        text = self.journal.notes("terms").get("terms")
+        return self.run_config.terms if text is None else read(Terms, decoded(text, MOST_BYTES), "terms")
+
+    @property
+    def _amended(self) -> Terms | None:
+        return None if self.run_config is None or self.terms == self.run_config.terms else self.terms
 
     def _indexed(self, record: Record) -> Record:
         self._numbers[record.fragment].append(record.seq)
@@ -249,7 +263,8 @@ class Coordinator:
                 f"the name {hello.site} is in use by a living process: end it first, or wait for"
                 f" {member.until - now:.1f} s if it is dead"
             )
-        welcome = replace(ledger.hello(hello, now), rolled_back=bool(self.journal.notes("rolled_back")))
+        rolled_back = bool(self.journal.notes("rolled_back"))
+        welcome = replace(ledger.hello(hello, now), rolled_back=rolled_back, terms=self._amended)
         counted = self.statistics[hello.site]
         counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
         counted.incarnation = hello.incarnation
@@ -328,7 +343,8 @@ class Coordinator:
                 self.store.size(run_config.key)
             except Missing:
                 self.store.put(run_config.to_bytes())
-            return {"run_config": run_config.key}
+            amended = self._amended
+            return {"run_config": run_config.key} | ({"terms": plain(amended)} if amended else {})
         with self._lock:
             counted, now = self.statistics[peer.name], self._clock()
             seconds = now - counted.began.pop(key, now)
@@ -395,6 +411,8 @@ class Coordinator:
                 self._evict(str(about.get("who")))
             case "end":
                 self.end()
+            case "amend":
+                return {"terms": plain(self.amend(about.get("terms")))}, b""
             case "rollback":
                 return {"records": self._roll_back(read(int, about.get("round"), "round"))}, b""
             case _:
@@ -509,6 +527,25 @@ class Coordinator:
             self._call()
         self._wake()
 
+    def amend(self, changes: Any) -> Terms:
+        """Amends the terms of the run, durably, and tells all sites."""
+        with self._lock:
+            ledger, known = self.ledger, {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()}
+            if any(map(ledger.has_ended, range(len(ledger.closed)))):
+                raise Refused("the run has ended, or some of its fragments have: there is nothing to amend")
+            try:
+                terms = replace(ledger.terms, **known)
+                quorum = quorum_of(terms.quorum, self._find_quorum)
+            except ValueError as error:
+                raise Refused(str(error)) from None
+            self.journal.note({"terms": encoded(plain(terms))})
+            ledger.amend(terms, quorum)
+            log.warning("an operator has amended the terms of the run: %s", known)
+            self._tell(event_of(Amended(terms)))
+            self._call()  # it may no longer be the last round, or be it now
+        self._wake()
+        return terms
+
     def _roll_back(self, round: int) -> int:
         """Drops the first record of a later round and all that were written after it, in the ledger too."""
         with self._lock:
@@ -581,7 +618,7 @@ class Coordinator:
                     "bytes_per_second": round(counted.rate),
                 }
             return status | {
-                "run_config": self.run_config.summary() if self.run_config else None,
+                "run_config": self.run_config.summary() | {"terms": plain(self.terms)} if self.run_config else None,
                 "records": ledger.seq,
                 "sites": sites,
                 "fragments": fragments,

@@ -282,6 +282,7 @@ class Follower:
             own.closed = max(own.closed, closed.round)
             own.kept = kept
         self.reachable, self._alone_since = True, None
+        self.terms = welcome.terms or self.terms
         known = dict(welcome.standing)
         standing = [LaunchId(at.round + 1, known[p]) if p in known else None for p, at in enumerate(welcome.closed)]
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.codec import NAME
 from lightning_sdiloco.federation.store import sync_folder, write_synced
-from lightning_sdiloco.federation.wire import PROTOCOL, Denied, Header, extra
+from lightning_sdiloco.federation.wire import OLDEST, PROTOCOL, Denied, Header, extra
 
 Role = Literal["hub", "site", "operator", "reader"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -275,7 +275,7 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; what is not here, nobody may
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
     **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})),
-    **dict.fromkeys(("evict", "end", "rollback"), frozenset({"operator"})),
+    **dict.fromkeys(("evict", "end", "rollback", "amend"), frozenset({"operator"})),
 }
 
 # Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere.
@@ -294,9 +294,12 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     fields = ("run", "role", "name", "incarnation")
     if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
         raise Malformed("the header of a call says who makes it: run, role, name and incarnation.")
-    if who.get("protocol") != PROTOCOL:
+    if who.get("protocol") not in range(OLDEST, PROTOCOL + 1):
         other = str(who.get("protocol"))[:20]
-        raise Refused(f"this hub speaks version {PROTOCOL}, and not {other}: update the older side.")
+        raise Refused(
+            f"this hub speaks versions {OLDEST} to {PROTOCOL}, and not {other}: update the older side, a hub before its"
+            " sites."
+        )
     if who["role"] not in ROLES:
         raise Denied(f"{who['role']!r} is no role.")
     claimed = Identity(who["run"], who["role"], who["name"])

@@ -373,6 +373,10 @@ class Ledger:
     def end(self) -> None:
         self._ending = True
 
+    def amend(self, terms: Terms, quorum: Quorum) -> None:
+        """Takes other terms from here on. A round that is open, and was to be the last, closes as any other."""
+        self.terms, self.quorum = terms, quorum
+
     def has_ended(self, fragment: int) -> bool:
         return any(record.final for record in self.history[fragment])
 

@@ -36,6 +36,7 @@ from lightning_sdiloco.federation.codec import (
     read,
     unsaid,
 )
+from lightning_sdiloco.federation.run_config import Terms
 
 _MOST_SHARDS = 4096
 
@@ -186,6 +187,7 @@ class Welcome(Message):
     kept: tuple[Positive, ...]
     standing: Annotated[tuple[Standing, ...], MOST_FRAGMENTS] = ()
     rolled_back: bool = unsaid(False)
+    terms: Terms | None = unsaid(None)  # where they were amended
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,13 @@ class Recorded:
 
 
 @dataclass(frozen=True)
+class Amended:
+    """An operator has amended the terms of the run."""
+
+    terms: Terms
+
+
+@dataclass(frozen=True)
 class StateWanted:
     """The hub wants the state of this site: for a site that joins, as a snapshot, or to found the run."""
 
@@ -261,7 +270,7 @@ class Lost:
     is_busy: bool = False
 
 
-Told = Waiting | Welcomed | Called | Recorded | StateWanted | StateArrived | Lost
+Told = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateArrived | Lost
 
 
 # On the wire
@@ -279,12 +288,13 @@ class StateOffered:
     parts: Parts
 
 
-Said = Waiting | Welcomed | Called | Recorded | StateWanted | StateOffered | Lost
+Said = Waiting | Welcomed | Called | Recorded | Amended | StateWanted | StateOffered | Lost
 
 _KINDS: dict[str, type[Said]] = {
     "waiting": Waiting,
     "welcome": Welcomed,
     "call": Called,
+    "amended": Amended,
     "wanted": StateWanted,
     "state": StateOffered,
 }
@@ -304,7 +314,7 @@ class Event(NamedTuple):
     body: bytes = b""
 
 
-def event_of(said: Waiting | Welcomed | Called | StateWanted | StateOffered) -> Event:
+def event_of(said: Waiting | Welcomed | Called | Amended | StateWanted | StateOffered) -> Event:
     return Event(next(kind for kind, own in _KINDS.items() if own is type(said)), {}, encoded(plain(said)))
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 from lightning_sdiloco.errors import ExchangeError, Refused
 from lightning_sdiloco.federation.client import Answer, Transport
-from lightning_sdiloco.federation.codec import Bytes, key_of, plain
+from lightning_sdiloco.federation.codec import Bytes, key_of, plain, read
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.messages import (
+    Amended,
     Call,
     Called,
     Contribution,
@@ -36,7 +37,7 @@ from lightning_sdiloco.federation.messages import (
     Welcomed,
     said_in,
 )
-from lightning_sdiloco.federation.run_config import RunConfig
+from lightning_sdiloco.federation.run_config import RunConfig, Terms
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreachable
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class HubConnection:
         # The hello and the heartbeat that the transport says; which rounds have landed last, None without a state.
         self.words: tuple[Header, Header] = {}, {}
         self.applied: Sequence[int | None] = ()
+        self.amended: Terms | None = None
         self.lease = 0.0
         # No call of the client is made under it: where hub and site are in one process, the hub has a lock too.
         self._changed = threading.Condition(threading.RLock())
@@ -119,7 +121,8 @@ class HubConnection:
     def agree(self, run_config: RunConfig) -> RunConfig:
         def ask() -> RunConfig:
             answer = self._client.send(run_config.to_bytes(), {"site": self.site, "kind": "run_config"})
-            key = str(answer.get("run_config"))
+            key, terms = str(answer.get("run_config")), answer.get("terms")
+            self.amended = None if terms is None else read(Terms, terms, "terms")
             return run_config if key == run_config.key else RunConfig.from_bytes(bytes(self._client.get(key)))
 
         return self._insist(ask)
@@ -425,7 +428,7 @@ class HubConnection:
                 self._put(said)
                 if said.own:
                     self.prefetch(said.own)
-            case StateWanted():
+            case StateWanted() | Amended():
                 self._put(said)
             case StateOffered():
                 self._submit("calls", self._fetch_state, said)

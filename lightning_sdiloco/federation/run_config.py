@@ -82,6 +82,8 @@ class Terms:
         return self.rounds is not None and round >= self.rounds
 
 
+AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")  # terms that an operator may amend while a run goes on
+
 # Those of a fragment in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
@@ -136,15 +138,26 @@ class RunConfig(Message):
             if ours.get(name) != theirs.get(name)
         ]
 
-    def require_same(self, other: "RunConfig") -> None:
-        """Refuses this run config, which a site has brought, where the run was founded on another one."""
-        if different := self.differences(other):
+    def require_same(self, other: "RunConfig") -> list[str]:
+        """Refuses this run config, which a site has brought, where the run was founded on another one.
+
+        Another patch of a version may join where its arithmetic makes the same of known values. That is returned.
+        """
+        different = self.differences(other)
+        patches = [one for one in different if one.startswith("versions.") and self.self_test == other.self_test]
+        patches = [one for one in patches if self._is_patch(other, one.split(" is ")[0].removeprefix("versions."))]
+        if different := [one for one in different if one not in patches]:
             more = f"; and {len(different) - _SHOWN} more" if len(different) > _SHOWN else ""
             raise Refused(
                 f"This site cannot join the run {other.run!r}, which was founded on another run config:"
                 f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model with the same settings"
                 " and versions. Start this one with those of the run."
             )
+        return patches
+
+    def _is_patch(self, other: "RunConfig", name: str) -> bool:
+        ours, theirs = (own.versions.get(name, "").split(".") for own in (self, other))
+        return len(ours) > 2 < len(theirs) and ours[:2] == theirs[:2]
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -35,6 +35,7 @@ from lightning_sdiloco.federation.codec import Bytes, plain, read
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
     TOLD,
+    Amended,
     Called,
     Contribution,
     Lost,
@@ -49,7 +50,7 @@ from lightning_sdiloco.federation.messages import (
     Welcomed,
 )
 from lightning_sdiloco.federation.remote import HubConnection
-from lightning_sdiloco.federation.run_config import RunConfig
+from lightning_sdiloco.federation.run_config import RunConfig, Terms
 
 _log = logging.getLogger(__name__)
 
@@ -90,8 +91,15 @@ class SharedConnection:
                 raise outcome.raised or next(kinds, RuntimeError)(outcome.text)
         return [outcome.value for outcome in every]
 
-    def agree(self, run_config: RunConfig) -> RunConfig:
-        return RunConfig.from_bytes(self.all_say(lambda: self._leads and self.own.agree(run_config).to_bytes())[0])
+    def agree(self, run_config: RunConfig) -> tuple[RunConfig, Terms]:
+        """Returns the run config of the run, and its terms of now."""
+
+        def ask() -> Any:
+            return self._leads and [self.own.agree(run_config).to_bytes(), plain(self.own.amended)]
+
+        text, amended = self.all_say(ask)[0]
+        founded = RunConfig.from_bytes(text)
+        return founded, founded.terms if amended is None else read(Terms, amended, "terms")
 
     def heard(self, requests: int = 0, samples: int = 0) -> tuple[list[Told], float, int, int]:
         """Returns what was heard since the last time, the time, and what all ranks request and have trained."""
@@ -445,6 +453,9 @@ class FederatedWorld:
                             self.follower.found(digests)
                 case Called():
                     self.follower.hear(event.call)
+                case Amended():
+                    _log.warning("An operator has amended the terms of the run: %s", event.terms)
+                    self.follower.terms = event.terms
                 case Recorded():
                     self.follower.learn(event.record)
                     own = self.follower.fragments[event.record.fragment]

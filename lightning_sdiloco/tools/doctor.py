@@ -546,6 +546,9 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         here = (_version(name) or "none").split("+")[0]
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
+        elif here.split(".")[:2] == there.split(".")[:2]:
+            told = f"{here} here, {there} in the run config: it may join if its arithmetic makes the same of known values"
+            yield Finding("ok", name, told)
         else:
             fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."
             yield Finding("wrong", name, f"{here} here, and {there} in the run config", fix)

@@ -140,6 +140,33 @@ def end(options: HubOptions) -> str:
     return "The run ends with the next round of every fragment."
 
 
+def amend(
+    options: HubOptions,
+    rounds: int | None = None,
+    grace: float | None = None,
+    lease: float | None = None,
+    quorum: int | None = None,
+    guard: float | None = None,
+) -> str:
+    """Amend the terms of a run while it goes on; what is left out stays as it is.
+
+    Args:
+        options: Which hub, and by whom.
+        rounds: The rounds of every fragment after which the run ends; 0: it ends when its sites do.
+        grace: Seconds for which a round stays open after its first contribution.
+        lease: Seconds for which a round waits for a site that gives no heartbeat.
+        quorum: The least number of sites that make a round.
+        guard: How many times as long as usual an outer gradient may be; 0: any length.
+    """
+    given = {"rounds": rounds, "grace": grace, "lease": lease, "quorum": quorum, "guard": guard}
+    off = {name: value or None if name in ("rounds", "guard") else value for name, value in given.items()}
+    changes = {name: off[name] for name, value in given.items() if value is not None}
+    if not changes:
+        raise ValueError(f"Say what shall change: {', '.join(f'--{name}' for name in given)}.")
+    terms = options.ask("operator", "amend", terms=changes)["terms"]
+    return f"The run goes on with {', '.join(f'{name}={terms[name]}' for name in given)}."
+
+
 def rollback(round: int, options: HubOptions) -> str:
     """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
 

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower, MergeAction
 from lightning_sdiloco.federation.messages import (
+    Amended,
     Called,
     Contribution,
     Lost,
@@ -135,6 +136,8 @@ class ScriptedSite:
                     self.adopts(snapshot, [part.values for part in self.parts])
             case Called():
                 follower.hear(event.call)
+            case Amended():
+                follower.terms = event.terms
             case Recorded():
                 follower.learn(event.record)
                 if event.blobs is not None:

@@ -147,3 +147,18 @@ def test_another_run_config_is_refused_with_what_differs() -> None:
             other.require_same(RUN_CONFIG)
     with pytest.raises(ValueError, match=r"fragments\[1\] does not name its parameters once each"):
         replace(RUN_CONFIG, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
+
+
+def test_another_patch_of_a_version_joins_where_its_arithmetic_agrees() -> None:
+    founded = replace(RUN_CONFIG, versions={"torch": "2.13.0", "lightning-sdiloco": "0.1.0"})
+    patched = replace(founded, versions={"torch": "2.13.1", "lightning-sdiloco": "0.1.0"})
+    assert patched.require_same(founded) == ["versions.torch is 2.13.1 here and 2.13.0 there"]
+    assert founded.require_same(founded) == []
+    for change in (
+        {"self_test": "60"},
+        {"versions": {"torch": "2.14.0", "lightning-sdiloco": "0.1.0"}},
+        {"versions": {"torch": "2.13.1"}},
+        {"terms": replace(TERMS, sync_every=50)},
+    ):
+        with pytest.raises(ValueError, match="another run config"):
+            replace(patched, **change).require_same(founded)  # type: ignore[arg-type]
