@@ -26,6 +26,7 @@ COMMANDS = (
         "doctor",
         "hub",
         "hub amend",
+        "hub backup",
         "hub end",
         "hub evict",
         "hub rollback",

@@ -156,7 +156,7 @@ class HubClient:
                 if self._closed.is_set():
                     return
                 # What waits for it ends at once, and all connections are made anew.
-                self.away = why
+                self.away = None if kind == "Missing" else why  # that hub is there, and lacks something
                 self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
                 self._closed.wait(backoff(broken, self._heartbeat / 5, _LONGEST_PAUSE))
@@ -405,10 +405,10 @@ class HubClient:
         if isinstance(error, Failure):
             return error
         if isinstance(error, self._grpc.RpcError):
-            if self.away is not None:
-                return HubUnreachable(self.away)
             code, details = error.code().name, error.details() or ""
             if code in AWAY or details.startswith("Concurrent RPC limit"):
+                if self.away is not None:
+                    return HubUnreachable(self.away)
                 if "andshake" in details or "erification" in details or "SSL" in details:
                     details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
                 return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")

@@ -19,6 +19,7 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
@@ -48,7 +49,7 @@ from lightning_sdiloco.federation.messages import (
 )
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
 from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, RunConfig, Terms
-from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger
+from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
 from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
@@ -103,12 +104,17 @@ class Coordinator:
         sites: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         find_quorum: Callable[[str], type[Any]] = built_in,
+        refound: bool = False,
     ) -> None:
         text = journal.notes("run_config").get("run_config")
         self.run_config = RunConfig.from_bytes(text) if text else None
         if self.run_config is None and sites is None:
             raise ValueError(
                 f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give the ledger of it."
+            )
+        if self.run_config is not None and refound:
+            raise ValueError(
+                "The ledger has this run: start the hub without --refound, or give the path of a new ledger."
             )
         if self.run_config is not None and self.run_config.run != run:
             raise ValueError(f"run={run!r} is not in this ledger, but {self.run_config.run!r}. Give one that fits.")
@@ -119,7 +125,7 @@ class Coordinator:
         self._lock = threading.RLock()
         self._tell: Callable[..., None] = lambda event, to=None: None
         self._wake: Callable[[], None] = lambda: None
-        self._founding = Founding(sites or 1, find_quorum)
+        self._founding = Founding(sites or 1, find_quorum, refound)
         self._snapshots: dict[str, Snapshot] = {}
         for name, text in journal.notes("snapshot/").items():
             self._snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
@@ -132,6 +138,9 @@ class Coordinator:
         self._requests: dict[str, StateRequest] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
         self._snapshot_at = clock()
+        self._backing_up: set[str] = set()
+        self._copying = threading.Lock()
+        self.backup_folder: Path | None = None
 
     # What is durable
 
@@ -149,10 +158,17 @@ class Coordinator:
             [own.header for own in self._snapshots.values()],
             quorum=quorum_of(terms.quorum, self._find_quorum),
             evicted=[(name.split("/")[1], name.split("/")[2]) for name in notes("evicted/")],
+            base=self._base,
         )
         if notes("ending"):
             ledger.end()
         return ledger
+
+    @property
+    def _base(self) -> tuple[Position, ...]:
+        """Where the records begin, if the run was founded again."""
+        text = self.journal.notes("base").get("base")
+        return () if text is None else read(tuple[Position, ...], decoded(text, MOST_BYTES), "base")
 
     @property
     def terms(self) -> Terms:
@@ -179,7 +195,8 @@ class Coordinator:
 
     def _missing(self, applied: Sequence[Position], kept: Sequence[int]) -> Iterator[bytes]:
         """Yields the records that a site lacks, one by one, as fast as it takes them."""
-        first = [max(at.round, 0 if at.round else kept[p] - 1) for p, at in enumerate(applied)]
+        base = [at.round for at in self.ledger.base]
+        first = [max(at.round, 0 if at.round else kept[p] - 1, base[p]) - base[p] for p, at in enumerate(applied)]
         # The number of the first record of each fragment that is lacking.
         numbers = {p: own[first[p]] for p, own in enumerate(self._numbers) if first[p] < len(own)}
         for seq, text in self.journal.read(min(numbers.values()) - 1) if numbers else ():
@@ -188,6 +205,9 @@ class Coordinator:
 
     def _tidy(self, kept: Sequence[int]) -> None:
         """Drops the blobs that nothing names: no record since, open contribution, snapshot, or state on its way."""
+        self.store.retain(self._needed(kept))
+
+    def _needed(self, kept: Sequence[int]) -> set[str]:
         self._handed = [own for own in self._handed if own[0] > self._clock()]
         given = [request.given[1] for request in self._requests.values() if request.given]
         states = [*given, *(parts for _, parts in self._handed), *(own.parts for own in self._snapshots.values())]
@@ -198,7 +218,34 @@ class Coordinator:
             needed.update(key for _, keys in named for key in keys)
         for text in self.journal.notes("open/").values():
             needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
-        self.store.retain(needed)
+        return needed | self._backing_up
+
+    def back_up(self, folder: Path) -> int:
+        """Copies ledger and blobs into a folder, from which a hub can be started; returns how many records it holds.
+
+        What is copied is the run of one moment, while it goes on. A copy that is not complete takes the place of none.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        copy, ledger = BlobStore(folder / "hub.store"), folder / "hub.sqlite"
+        assert isinstance(self.store, BlobStore), "what is in memory alone needs no copy"
+        with self._copying:
+            with self._lock:
+                records, named = self.ledger.seq, self._needed(self.ledger.kept)
+                self._backing_up = named
+                self.journal.back_up(folder / "next.sqlite")
+            try:
+                for key in named:
+                    try:
+                        copy.size(key)
+                    except Missing:
+                        copy.copy(self.store, key)
+            finally:
+                self._backing_up = set()
+            (folder / "next.sqlite").replace(ledger)
+            sync_folder(folder)
+            copy.retain(named, age=0.0)
+        log.info("a copy of the run is in %s, with %d records", folder, records)
+        return records
 
     def start(self, tell: Callable[..., None], wake: Callable[[], None] = lambda: None) -> None:
         self._tell, self._wake = tell, wake
@@ -226,10 +273,10 @@ class Coordinator:
         with self._lock:
             run_config = self.run_config
             if run_config is None:
-                if any(at.round for at in hello.applied):
+                if any(at.round for at in hello.applied) and not self._founding.again:
                     raise Refused(
                         f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the"
-                        " ledger of that run"
+                        " ledger of that run, or where that is lost with --refound"
                     )
                 self._founding.hello(hello, self._brought(hello.run_config))
                 log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
@@ -244,16 +291,33 @@ class Coordinator:
                 raise Malformed("a run config is not as large as that.")
             return RunConfig.from_bytes(self.store.get(key))
         except Missing:
-            raise Refused("a site brings its run config before it says hello.") from None
+            raise Missing("a site brings its run config before it says hello.") from None
 
     def _ask_founder(self) -> str:
         """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
         if self._founding.missing:
             return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
+        if self._founding.again:
+            self._found_again()
+            return f"run {self.run!r} goes on from what its sites hold"
         founder = self._founding.founder
         if not any(request.founding for request in self._requests.values()):
             self._ask_donor(founder, founding=True)
         return f"run {self.run!r} is being founded on the parameters of {founder}"
+
+    def _found_again(self) -> None:
+        """Goes on where most of the sites are. There are no records, and a site leaves a snapshot at once."""
+        founding = self._founding
+        if len(founding.base) != founding.run_config.terms.fragments or not any(at.round for at in founding.base):
+            raise Refused("no site has applied records of this run: found it without --refound")
+        notes = {"run_config": founding.run_config.to_bytes(), "base": encoded(plain(founding.base))}
+        self.journal.note(notes)
+        self.run_config = founding.run_config
+        self._ledger = self._opened()
+        log.warning("run %s has been founded again, at rounds %s", self.run, [at.round for at in founding.base])
+        for hello in founding.hellos.values():
+            for event in self._welcome(hello):
+                self._tell(event, [hello.site])
 
     def _welcome(self, hello: Hello) -> Iterator[Event]:
         now, ledger = self._clock(), self.ledger
@@ -264,7 +328,9 @@ class Coordinator:
                 f" {member.until - now:.1f} s if it is dead"
             )
         rolled_back = bool(self.journal.notes("rolled_back"))
-        welcome = replace(ledger.hello(hello, now), rolled_back=rolled_back, terms=self._amended)
+        welcome = replace(
+            ledger.hello(hello, now), rolled_back=rolled_back, terms=self._amended, founded_again=bool(self._base)
+        )
         counted = self.statistics[hello.site]
         counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
         counted.incarnation = hello.incarnation
@@ -411,6 +477,10 @@ class Coordinator:
                 self._evict(str(about.get("who")))
             case "end":
                 self.end()
+            case "backup":
+                if self.backup_folder is None:
+                    raise Refused("this hub was started without a folder for copies (sdiloco hub --backups FOLDER)")
+                return {"records": self.back_up(self.backup_folder), "folder": str(self.backup_folder)}, b""
             case "amend":
                 return {"terms": plain(self.amend(about.get("terms")))}, b""
             case "rollback":
@@ -550,8 +620,10 @@ class Coordinator:
         """Drops the first record of a later round and all that were written after it, in the ledger too."""
         with self._lock:
             _, last = self.ledger, sum(map(len, self._numbers))
-            count = min((own[round] for own in self._numbers if len(own) > round), default=last)
-            rounds = [sum(number < count for number in own) for own in self._numbers]
+            base = [at.round for at in self.ledger.base]
+            later = [own[max(0, round - base[p])] for p, own in enumerate(self._numbers) if len(own) > round - base[p]]
+            count = min(later, default=last)
+            rounds = [base[p] + sum(number < count for number in own) for p, own in enumerate(self._numbers)]
             kept = {
                 name: own
                 for name, own in self._snapshots.items()

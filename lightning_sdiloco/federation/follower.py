@@ -268,6 +268,11 @@ class Follower:
 
     def welcome(self, welcome: Welcome) -> list[int]:
         """Hears what the hub has; returns the fragments of which the local parameters become the outer ones."""
+        for own, closed in zip(self.fragments, welcome.closed, strict=True) if welcome.founded_again else ():
+            # What few have applied did not happen in the run that was founded again: they take the state of the others.
+            if own.applied.round >= closed.round and own.applied != closed:
+                own.forget()
+                own.applied, own.closed, own.records = Position(0, self._run_config), 0, {}
         for own, closed in zip(self.fragments, welcome.closed, strict=True):
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(

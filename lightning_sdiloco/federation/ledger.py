@@ -11,7 +11,7 @@ closes as any other, with an outer step, and the next one is called as the last,
 """
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,8 +39,8 @@ from lightning_sdiloco.federation.run_config import RETENTION, SNAPSHOT_EVERY, R
 class Founding:
     """Gathers sites until there are enough to found a run, on the run config of all and the state of the founder."""
 
-    def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in) -> None:
-        self._sites, self._find = sites, find
+    def __init__(self, sites: int, find: Callable[[str], type[Any]] = built_in, again: bool = False) -> None:
+        self._sites, self._find, self.again = sites, find, again
         self._proposed: dict[str, RunConfig] = {}
         self._brought: dict[str, tuple[Hello, RunConfig]] = {}
         self._founder: str | None = None
@@ -80,6 +80,13 @@ class Founding:
     @property
     def run_config(self) -> RunConfig:
         return next(run_config for _, run_config in self._brought.values())
+
+    @property
+    def base(self) -> tuple[Position, ...]:
+        """Where a run that is founded again goes on: of each fragment the position that most of the sites hold."""
+        held = zip(*(hello.applied for hello, _ in self._brought.values()), strict=True)
+        counted = (Counter(own) for own in held)
+        return tuple(max((number, at.round, at) for at, number in own.items())[-1] for own in counted)
 
     @property
     def founder(self) -> str:
@@ -124,10 +131,12 @@ class Ledger:
         snapshots: Iterable[StateHeader] = (),
         quorum: Quorum | None = None,
         evicted: Iterable[tuple[str, str]] = (),
+        base: Sequence[Position] = (),
     ) -> None:
         self.terms = terms
         self.seq = 0
-        self.closed = [Position(0, run_config)] * terms.fragments
+        self.base = list(base) or [Position(0, run_config)] * terms.fragments
+        self.closed = list(self.base)
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
         self.snapshots = Snapshots(snapshots)
@@ -397,8 +406,8 @@ class Ledger:
         from_snapshots = (
             [position.round for position in best.applied] if best else [position.round for position in self.closed]
         )
-        rounds = zip(self.closed, from_snapshots, strict=True)
-        return tuple(max(0, min(closed.round - RETENTION, own)) + 1 for closed, own in rounds)
+        rounds = zip(self.closed, from_snapshots, self.base, strict=True)
+        return tuple(max(base.round, min(closed.round - RETENTION, own)) + 1 for closed, own, base in rounds)
 
 
 class Snapshots:

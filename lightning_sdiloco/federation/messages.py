@@ -188,6 +188,7 @@ class Welcome(Message):
     standing: Annotated[tuple[Standing, ...], MOST_FRAGMENTS] = ()
     rolled_back: bool = unsaid(False)
     terms: Terms | None = unsaid(None)  # where they were amended
+    founded_again: bool = unsaid(False)
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class HubConnection:
         self.words: tuple[Header, Header] = {}, {}
         self.applied: Sequence[int | None] = ()
         self.amended: Terms | None = None
+        self._agreed = b""
         self.lease = 0.0
         # No call of the client is made under it: where hub and site are in one process, the hub has a lock too.
         self._changed = threading.Condition(threading.RLock())
@@ -120,12 +121,17 @@ class HubConnection:
 
     def agree(self, run_config: RunConfig) -> RunConfig:
         def ask() -> RunConfig:
-            answer = self._client.send(run_config.to_bytes(), {"site": self.site, "kind": "run_config"})
+            answer = self._bring(run_config.to_bytes())
             key, terms = str(answer.get("run_config")), answer.get("terms")
             self.amended = None if terms is None else read(Terms, terms, "terms")
             return run_config if key == run_config.key else RunConfig.from_bytes(bytes(self._client.get(key)))
 
-        return self._insist(ask)
+        agreed = self._insist(ask)
+        self._agreed = agreed.to_bytes()
+        return agreed
+
+    def _bring(self, run_config: bytes) -> Header:
+        return self._client.send(run_config, {"site": self.site, "kind": "run_config"})
 
     def hello(self, follower: Follower) -> None:
         self.heartbeat(follower)
@@ -439,6 +445,9 @@ class HubConnection:
                 self._let_in = self._asking = False
                 # What is being fetched may not come.
                 self._coming.clear()
+                if event.header.get("kind") == "Missing" and not self._rank:
+                    # A hub that has lost its ledger knows nothing of the run.
+                    self._submit("calls", self._bring, self._agreed)
                 if said.is_busy:
                     # A process that died is not in the way for longer than its lease.
                     self._busy_since = self.now() if self._busy_since is None else self._busy_since

@@ -386,6 +386,9 @@ class HubService(Hub):
         insecure: bool = False,
         heartbeat: float = 1.0,
         quorum: str | None = None,
+        backups: str | Path | None = None,
+        backups_every: float = 3600.0,
+        refound: bool = False,
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
@@ -399,29 +402,41 @@ class HubService(Hub):
         try:
             blobs = BlobStore(Path(ledger).with_suffix(".store") if store is None else store)
             find = partial(built_in, named=quorum)
-            self.coordinator = Coordinator(run, self.ledger, blobs, sites, find_quorum=find)
+            self.coordinator = Coordinator(run, self.ledger, blobs, sites, find_quorum=find, refound=refound)
+            self.coordinator.backup_folder = None if backups is None else Path(backups)
             super().__init__(self.coordinator, blobs, run, listen, keys, insecure, heartbeat)
         except BaseException:
             self.ledger.close()
             raise
         self._ticker = threading.Thread(target=self._tick, name="hub-clock", daemon=True)
+        self._copier = threading.Thread(target=self._back_up, args=(backups_every,), name="hub-backup", daemon=True)
 
     @override
     def start(self) -> None:
         self.coordinator.start(self.push, self._awake.set)
         self._serve()
         self._ticker.start()
+        if self.coordinator.backup_folder is not None:
+            self._copier.start()
 
     @override
     def close(self, grace: float = 0.5) -> None:
         self._closed.set()
         self._awake.set()
-        if self._ticker.ident is not None:
-            self._ticker.join()
+        for thread in (self._ticker, self._copier):
+            if thread.ident is not None:
+                thread.join()
         super().close(grace)
         # What is still being answered tells nobody.
         self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
+
+    def _back_up(self, every: float) -> None:
+        while not self._closed.wait(every):
+            try:
+                self.coordinator.back_up(self.coordinator.backup_folder or Path())
+            except (HubError, Refused, OSError) as error:
+                log.error("the run could not be copied: %s", error)
 
     def _tick(self) -> None:
         while not self._closed.is_set():

@@ -136,6 +136,24 @@ class SQLiteLedger:
             self._write(("delete from records where seq >= ?", (count,)), notes)
             self._verify()
 
+    def back_up(self, path: Path) -> None:
+        """Copies the ledger into another file, whole and while it is in use; the file appears when it is complete."""
+        new = path.with_name(f"{path.name}.{secrets.token_hex(4)}.new")
+        try:
+            with _telling_full_disks(path.parent), contextlib.closing(sqlite3.connect(new)) as copy:
+                with self._lock:
+                    self._database.backup(copy)
+                # A copy of its own, without a journal beside it.
+                copy.execute("pragma journal_mode = delete").fetchall()
+            new.chmod(0o600)
+            write_through(new)
+            new.replace(path)
+            sync_folder(path.parent)
+        except sqlite3.Error as error:
+            raise NoSpace(f"the ledger could not be copied to {path}: {error}") from error
+        finally:
+            new.unlink(missing_ok=True)
+
     def close(self) -> None:
         with self._lock:
             self._database.close()
@@ -265,6 +283,15 @@ class BlobStore:
             yield f"{self._blobs}/{checked_key(key)}"
         except FileNotFoundError:
             raise Missing(f"{self._blobs}/{key} is not there.") from None
+
+    def copy(self, other: "BlobStore", key: str) -> None:
+        """Takes in a blob of another store, piece by piece."""
+        size = other.size(key)
+        upload = self.begin(key, size)
+        with upload.discarded_on_error():
+            for start in range(0, size, 4 * CHUNK):
+                upload.take(start, other.read(key, start, min(start + 4 * CHUNK, size)))
+            upload.commit()
 
     def store(self, spooled: Path, key: str) -> None:
         """Takes in a file that is complete and on the disk."""
@@ -414,6 +441,11 @@ def write_synced(path: Path, data: Bytes) -> None:
     except BaseException:
         path.unlink()
         raise
+
+
+def write_through(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

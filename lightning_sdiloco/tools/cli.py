@@ -25,7 +25,7 @@ from jsonargparse import ArgumentParser
 
 COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "doctor": ("doctor", ("doctor",)),
-    "hub": ("hub", ("hub", "evict", "end", "amend", "rollback")),
+    "hub": ("hub", ("hub", "evict", "end", "amend", "backup", "rollback")),
     "keys": ("keys", ("init", "add", "revoke")),
     "plan": ("plan", ("plan",)),
     "report": ("report", ("report",)),

@@ -547,7 +547,9 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
         elif here.split(".")[:2] == there.split(".")[:2]:
-            told = f"{here} here, {there} in the run config: it may join if its arithmetic makes the same of known values"
+            told = (
+                f"{here} here, {there} in the run config: it may join if its arithmetic makes the same of known values"
+            )
             yield Finding("ok", name, told)
         else:
             fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."

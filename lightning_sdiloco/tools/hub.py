@@ -27,6 +27,9 @@ def hub(
     insecure: bool = False,
     metrics: str | None = None,
     quorum: str | None = None,
+    backups: str | None = None,
+    backups_every: float = 3600.0,
+    refound: bool = False,
 ) -> str:
     """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
 
@@ -42,12 +45,18 @@ def hub(
             Whoever reaches that port can read it.
         quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
             Nothing else that a site names is imported; those of this package need no word.
+        backups: A folder, on another disk, for a copy of ledger and payloads that is made while the run goes on. Where
+            the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        backups_every: Seconds between two copies.
+        refound: Found the run again from what its sites hold, where its ledger is lost: on a new one, with as many
+            sites as are left.
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    more: dict[str, Any] = {"backups": backups, "backups_every": backups_every, "refound": refound}
     try:
-        service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum)
+        service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum, **more)
     except HubError as error:
         raise ValueError(str(error)) from error
     with closing(service):
@@ -138,6 +147,16 @@ def end(options: HubOptions) -> str:
     """
     options.ask("operator", "end")
     return "The run ends with the next round of every fragment."
+
+
+def backup(options: HubOptions) -> str:
+    """Copy ledger and payloads of a run now, at its hub, into the folder with which the hub was started (--backups).
+
+    Args:
+        options: Which hub, and by whom.
+    """
+    told = options.ask("operator", "backup")
+    return f"{told['records']} records are in {told['folder']}, at the hub."
 
 
 def amend(
