@@ -32,8 +32,8 @@ _UNLIMITED = 2**64 - 1
 _INFO_BYTES = 176
 _FIELDS = struct.Struct("=24x I 40x I 28x I 16x Q 20x I 4x I Q Q")
 
-_SHORTEST_S = 0.05
-"""Messages that take less time are not paced, and nothing is learned from them: a queue holds them all."""
+_SHORTEST_S, _SHORTEST = 0.05, 1 << 16
+"""Messages that take less time or have fewer bytes are not paced, and nothing is learned: a queue holds them all."""
 
 _QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
 """So many seconds in queues, if they are that share of the time, or so many packets lost are too many."""
@@ -190,18 +190,22 @@ class Pacing:
             return
         # If a connection is gone, whoever waits for its message says so.
         with self._lock, suppress(OSError):
-            counters = [connection.counters() for connection in self._connections]
-            before, self._before = self._before or counters, counters
-            since = [after.since(then) for then, after in zip(before, counters, strict=True)]
-            # Where less went, it was words, or there was no message for the other side.
-            least = max(one.nbytes for one in since) / 4
-            if carried := [one for one in since if one.nbytes > least]:
-                self._pace.learn(Sent.over(carried))
+            if nbytes >= _SHORTEST:
+                self._learn()
             rate = self._pace.bytes_per_s
-            is_long = rate is not None and nbytes / rate >= _SHORTEST_S
+            is_long = rate is not None and nbytes >= max(_SHORTEST, rate * _SHORTEST_S)
             # So the largest message is through when all others are.
             limit = rate * max(sizes) / nbytes if rate is not None and is_long else None
             if limit != self._limit:
                 for connection in self._connections:
                     connection.limit(limit)
                 self._limit = limit
+
+    def _learn(self) -> None:
+        counters = [connection.counters() for connection in self._connections]
+        before, self._before = self._before or counters, counters
+        since = [after.since(then) for then, after in zip(before, counters, strict=True)]
+        # Where less went, it was words, or there was no message for the other side.
+        least = max(one.nbytes for one in since) / 4
+        if carried := [one for one in since if one.nbytes > least]:
+            self._pace.learn(Sent.over(carried))
