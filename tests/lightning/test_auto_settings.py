@@ -21,7 +21,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.bits import same
-from tests.fits import LIGHTNING, SomeBatches, fit, module, refusal, said_by, trainer
+from tests.fits import LIGHTNING, SomeBatches, fit, module, said_by, trainer
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -62,9 +62,6 @@ def on_a_slow_link() -> None:
     """Fixes the measured numbers in a rank, which would be others in every run."""
     auto_settings.measure_link = lambda topology, timeout: SLOW
     Options.step_time = lambda self: 0.05
-
-
-# What is chosen
 
 
 @in_ranks(2)
@@ -125,9 +122,6 @@ def test_a_slow_link_gets_the_planners_other_choice_is_told_and_the_run_is_bit_f
         assert logged == [slow["sync_every"], slow["overlap_steps"], 2, 5e-6]
 
 
-# Checkpoints
-
-
 @in_ranks(2)
 def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: int, tmp_path: Path) -> None:
     """By as many groups and by others; a fit after it chooses anew."""
@@ -171,25 +165,6 @@ def test_a_resumed_fit_goes_on_exactly(rank: int, tmp_path: Path) -> None:
         assert other["settings"] == one["settings"]
         assert same(other["held"], one["held"])
         assert (other["measured"] is None) == (every == 40)
-
-
-# What is said, and what is refused
-
-
-@in_ranks(2)
-def test_auto_is_refused_where_it_means_nothing(rank: int) -> None:
-    for choices, words in (
-        ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
-        ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
-        ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
-        ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
-        ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
-        ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
-    ):
-        assert words in refusal(StreamingDiLoCoStrategy, **choices)
-    told_of_it = refusal(fit, rank, 2, 2, 5, {"sync_every": "auto" if rank else 50})
-    assert "settings of the strategy differ" in told_of_it
-    assert "sync_every is 50 on rank 0, 'auto' on rank 1" in told_of_it
 
 
 @in_ranks(3)
