@@ -7,8 +7,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +30,7 @@ from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
 from tests.fits import LIGHTNING, Announced, refusal, since
 from tests.ranks import agreed, in_ranks, run_processes
+from tests.scripts import run_python
 from tests.training import inner_optimizer, mlp
 
 OTHER = "pytorch_lightning"
@@ -407,8 +406,7 @@ def test_lightnings_own_test_models_are_fitted_validated_tested_used_and_read_wh
 
     run_processes(run, 4)
     script = ELSEWHERE.format(distribution=distribution, path=str(tmp_path / "boring.ckpt"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.stdout == "True 2\n", done.stderr
+    assert run_python("-c", script, folder=tmp_path).endswith("True 2\n")
 
 
 def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:

@@ -377,17 +377,15 @@ def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why(rank: int
 
 @in_ranks(2)
 def test_training_without_an_optimizer_that_lightning_knows_is_said(rank: int) -> None:
-    def configure_optimizers(self: Any) -> None:
-        self.private = sgd(self.parameters())
+    private, said = list[Any](), fits.said_by("lightning_sdiloco")
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-        self.private.zero_grad()
+        private[0].zero_grad()
         self.manual_backward(self.loss(parts))
-        self.private.step()
+        private[0].step()
 
-    said = fits.said_by("lightning_sdiloco")
-    own = {"configure_optimizers": configure_optimizers, "training_step": training_step}
-    loop = Loop(made(automatic_optimization=False, **own))
+    own = {"automatic_optimization": False, "training_step": training_step}
+    loop = Loop(made(optimize=lambda parameters: private.append(sgd(parameters)), **own))
     trainer = run_loop(loop, of_ours(loop), 2, batches(rank))[0]
     assert sum("without an inner step" in text for text in said) == 1
     assert agreed(trainer.strategy.outer_state_dict()), "joined at the end all the same"

@@ -187,7 +187,7 @@ def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit_or_nob
 def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(caplog: pytest.LogCaptureFixture) -> None:
     def rounds(schedule: Schedule, steps: int) -> int:
         landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
-        return min(landed.count(fragment) for fragment in range(schedule.fragments))
+        return min(map(landed.count, range(schedule.fragments)))
 
     for steps, overlap, fragments in product((3, 40, 300), (0, 5, 90), (1, 8)):
         caplog.clear()
