@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -21,7 +20,8 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.bits import same
-from tests.fits import LIGHTNING, SomeBatches, fit, module, refusal, said_by, trainer
+from tests.fits import LIGHTNING, Announced, SomeBatches, fit, module, said_by, trainer
+from tests.lightning.test_checkpoint import at, save
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -58,15 +58,6 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
     return choice(names, Settings(**given), net(), Topology.simulated(2)[0], Measured(0.05, link))
 
 
-def on_a_slow_link() -> None:
-    """Fixes the measured numbers in a rank, which would be others in every run."""
-    auto_settings.measure_link = lambda topology, timeout: SLOW
-    Options.step_time = lambda self: 0.05
-
-
-# What is chosen
-
-
 @in_ranks(2)
 def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
     trained = fit(rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told, make=made)
@@ -96,17 +87,24 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_a_slow_link_gets_the_planners_other_choice_is_told_and_the_run_is_bit_for_bit_one_with_it(
+def test_a_slow_link_gets_the_planners_other_choice_is_told_and_resumed_and_the_run_is_bit_for_bit_one_with_it(
     rank: int, tmp_path: Path
 ) -> None:
-    on_a_slow_link()
+    def run(choices: dict[str, Any], resume: Path | None = None, **more: Any) -> Any:
+        torch.manual_seed(rank)
+        given: dict[str, Any] = {"loader": Announced((rank, 0, 1), 200), "resume": resume, "trainer_choices": more}
+        return fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=made, **given)
+
+    # Before the choice and after it.
+    files = {step: tmp_path / f"{step}.ckpt" for step in (5, 40)}
+    saving = [at({step: save(path) for step, path in files.items()})]
+    auto_settings.measure_link = lambda topology, timeout: SLOW
+    Options.step_time = lambda self: 0.05
     said, logger = said_by("lightning_sdiloco"), CSVLogger(tmp_path, "", "")
     slow = chosen(SLOW, *AUTO)
     expected = of_planner(Measured(0.05, SLOW), auto_settings.candidates_among(tuple(AUTO), Settings()))
     assert slow == expected != chosen(Link(10.0), *AUTO)
-    auto, explicit = (
-        fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, {"logger": logger}, made) for choices in (AUTO, slow)
-    )
+    explicit, auto = (run(choices, callbacks=saving, logger=logger) for choices in (slow, AUTO))
     assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow
     assert auto["report"]["landings"] > 2
     assert explicit["inspected"]["measured"] is None
@@ -114,8 +112,15 @@ def test_a_slow_link_gets_the_planners_other_choice_is_told_and_the_run_is_bit_f
     assert same(auto["outer"], explicit["outer"])
     untimed = {"exposed_wait_s": 0, "in_flight_s": 0}
     assert {**auto["report"], **untimed} == {**explicit["report"], **untimed}
+    for step, path in files.items():
+        # After the choice, another measurement would lead to another one.
+        auto_settings.measure_link = lambda topology, timeout: SLOW if step == 5 else Link(100.0)  # noqa: B023
+        resumed = run(AUTO, path)["inspected"]
+        assert resumed["settings"] == auto["inspected"]["settings"]
+        assert same(resumed["held"], auto["inspected"]["held"])
+        assert (resumed["measured"] is None) == (step == 40)
     if rank == 0:
-        (told_of_it,) = [text for text in said if "Chosen: " in text]
+        told_of_it, _ = [text for text in said if "Chosen: " in text]
         chosen_so = "Chosen: sync_every={sync_every}, overlap_steps={overlap_steps}, fragments={fragments!r}"
         assert chosen_so.format(**slow) in told_of_it
         assert "an inner step takes 0.05 s, the link carries 5 kbit/s with a round trip of 50 ms" in told_of_it
@@ -123,9 +128,6 @@ def test_a_slow_link_gets_the_planners_other_choice_is_told_and_the_run_is_bit_f
             row = next(row for row in csv.DictReader(file) if row["sdiloco/sync_every"])
         logged = [float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "fragments", "link_gbit_s")]
         assert logged == [slow["sync_every"], slow["overlap_steps"], 2, 5e-6]
-
-
-# Checkpoints
 
 
 @in_ranks(2)
@@ -148,48 +150,6 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
     numbers(2, None, again=False, **saved)
     assert numbers(2) == numbers(1) == [saved, own]
     assert numbers(2, again=False, resume="restart") == [own]
-
-
-@in_ranks(2)
-def test_a_resumed_fit_goes_on_exactly(rank: int, tmp_path: Path) -> None:
-    """After the choice, which is then taken from the checkpoint, and before it."""
-
-    def play(every: int, resume: Path | None = None) -> Any:
-        torch.manual_seed(rank)
-        saving = ModelCheckpoint(tmp_path / str(every), filename="{step}", every_n_train_steps=every, save_top_k=-1)
-        more = {"max_epochs": -1, "callbacks": [saving], "enable_checkpointing": True}
-        given: dict[str, Any] = {"loader": SomeBatches(rank, every), "resume": resume, "trainer_choices": more}
-        return fit(rank, 2, 2, 60, AUTO, inspect=told, **given)["inspected"]
-
-    on_a_slow_link()
-    for every in (5, 40):
-        one = play(every)
-        # Another measurement would lead to another choice.
-        if every == 40:
-            auto_settings.measure_link = lambda topology, timeout: Link(100.0)
-        other = play(every, tmp_path / str(every) / f"step={every}.ckpt")
-        assert other["settings"] == one["settings"]
-        assert same(other["held"], one["held"])
-        assert (other["measured"] is None) == (every == 40)
-
-
-# What is said, and what is refused
-
-
-@in_ranks(2)
-def test_auto_is_refused_where_it_means_nothing(rank: int) -> None:
-    for choices, words in (
-        ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
-        ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
-        ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
-        ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
-        ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
-        ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
-    ):
-        assert words in refusal(StreamingDiLoCoStrategy, **choices)
-    told_of_it = refusal(fit, rank, 2, 2, 5, {"sync_every": "auto" if rank else 50})
-    assert "settings of the strategy differ" in told_of_it
-    assert "sync_every is 50 on rank 0, 'auto' on rank 1" in told_of_it
 
 
 @in_ranks(3)

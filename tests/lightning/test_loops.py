@@ -13,7 +13,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_sdiloco.lightning import model_format
 from tests import fits
@@ -135,21 +134,12 @@ def normalised() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def tied() -> nn.Module:
-    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3))
+def tied_frozen_and_parametrized() -> nn.Module:
+    first, last = parametrizations.weight_norm(nn.Linear(5, 6)), parametrizations.spectral_norm(nn.Linear(6, 3))
+    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5), first, last)
     net[2].weight = net[0].weight
+    net[4].requires_grad_(False)
     return net
-
-
-def frozen() -> nn.Module:
-    net = mlp()
-    net[0].requires_grad_(False)
-    return net
-
-
-def parametrized() -> nn.Module:
-    first, last = nn.Linear(5, 6), parametrizations.spectral_norm(nn.Linear(6, 3))
-    return nn.Sequential(parametrizations.weight_norm(first), nn.Tanh(), last)
 
 
 def partly_unused() -> nn.Module:
@@ -174,18 +164,6 @@ def lazy_but_seen() -> nn.Module:
     return net
 
 
-class Numbers(pl.LightningDataModule):
-    """The batches of a group from a LightningDataModule, which knows its trainer."""
-
-    def __init__(self, group: int) -> None:
-        super().__init__()
-        self.group = group
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        assert self.trainer.lightning_module is not None
-        return batches(self.group)
-
-
 def by_scaler() -> Any:
     return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
 
@@ -198,7 +176,6 @@ class Loop(NamedTuple):
     inner_steps: int = BATCHES  # How many of the batches are inner steps
     ddp_kwargs: dict[str, Any] = {}
     callbacks: Callable[[], list[Any]] = list
-    data: Callable[[int], Any] = batches
 
 
 EPOCHS: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 4}
@@ -222,9 +199,7 @@ LOOPS = {
     "64-true": Loop(made(), {"precision": "64-true"}),
     "configure_model": Loop(made(nn.Identity, configure_model=made_late)),
     "batch norm": Loop(made(normalised)),
-    "tied": Loop(made(tied)),
-    "frozen": Loop(made(frozen)),
-    "parametrized": Loop(made(parametrized)),
+    "tied, frozen, parametrized": Loop(made(tied_frozen_and_parametrized)),
     "gradient checkpointing": Loop(made(apply=recomputed)),
     "hooks overridden": Loop(made(**HOOKS)),
     "hooks overridden, not in every batch": Loop(made(optimizer_step=in_every_other), inner_steps=BATCHES // 2),
@@ -243,7 +218,6 @@ LOOPS = {
     "find_unused_parameters": Loop(made(partly_unused), ddp_kwargs={"find_unused_parameters": True}),
     "static_graph": Loop(made(), ddp_kwargs={"static_graph": True}),
     "compiled inside": Loop(made(compiled_inside)),
-    "data module": Loop(made(), data=Numbers),
     "lazy and has seen a batch": Loop(made(lazy_but_seen)),
     "compiled": Loop(lambda: torch.compile(made()(), backend="aot_eager")),
 }
@@ -293,8 +267,8 @@ def test_all_groups_agree(rank: int) -> None:
     """And with mixing=1, where landings change nothing, each group has the bits of a plain Trainer of its own."""
     for name, loop in LOOPS.items():
         torch.compiler.reset()
-        plain = run_loop(loop, "auto", 1, loop.data(rank))[2]
-        trainer, _, trace = run_loop(loop, of_ours(loop, mixing=1.0), 2, loop.data(rank))
+        plain = run_loop(loop, "auto", 1, batches(rank))[2]
+        trainer, _, trace = run_loop(loop, of_ours(loop, mixing=1.0), 2, batches(rank))
         report = trainer.strategy.report()
         assert differing(trace, plain) == [], name
         assert [report["inner_steps"], report["launches"]] == [loop.inner_steps, loop.inner_steps // 3], name
@@ -303,7 +277,7 @@ def test_all_groups_agree(rank: int) -> None:
             skipped = [index for index in range(1, BATCHES - 1) if same(trace[index], trace[index - 1])]
             assert skipped == [4, 5] * rank
 
-        trainer, model, trace = run_loop(loop, of_ours(loop), 2, loop.data(rank))
+        trainer, model, trace = run_loop(loop, of_ours(loop), 2, batches(rank))
         outer = trainer.strategy.outer_state_dict()
         held = {name.replace("_orig_mod.", ""): p for name, p in model.named_parameters() if p.requires_grad}
         assert held.keys() == outer.keys(), name
@@ -317,7 +291,7 @@ def test_all_groups_agree(rank: int) -> None:
 @in_ranks(2, timeout=300.0)
 def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does(rank: int) -> None:
     # Those in which DistributedDataParallel has no part of its own, and nothing happens between two steps.
-    alike = {
+    alike = (
         "accumulation by scheduler",
         "automatic",
         "bf16-mixed",
@@ -325,10 +299,14 @@ def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does(rank: int
         "clipping by value",
         "compiled",
         "fused",
-    }
-    alike |= {"compiled inside", "configure_model", "data module", "foreach", "gradient checkpointing", "manual"}
-    alike |= {"lazy and has seen a batch", "manual without a loss returned", "parametrized"}
-    alike |= {"scheduler per epoch", "scheduler per step"}
+    )
+    alike += ("compiled inside", "configure_model", "foreach", "gradient checkpointing", "manual")
+    alike += (
+        "lazy and has seen a batch",
+        "manual without a loss returned",
+        "scheduler per epoch",
+        "scheduler per step",
+    )
     for name, loop in LOOPS.items():
         if name in alike:
             continue
@@ -344,7 +322,7 @@ def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does(rank: int
 def test_a_single_group_of_three_ranks_trains_as_ddp_does(rank: int) -> None:
     """Three ranks add gradients in the order of DDP's buckets, whose layout is fixed before the first step."""
     names = ("automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "sparse gradients")
-    names += ("static_graph", "tied")
+    names += ("static_graph", "tied, frozen, parametrized")
     for loop in (Loop(made(normalised, sgd)), *(LOOPS[name] for name in names)):
         strategies = of_ddp(loop), of_ours(loop, mixing=1.0, worker_groups=1)
         traces = [run_loop(loop, strategy, 3, batches(0, rank, 3))[2][:-1] for strategy in strategies]
@@ -361,7 +339,7 @@ def test_a_loop_goes_on_with_the_same_bits(rank: int, tmp_path: Path) -> None:
             trainer.save_checkpoint(tmp_path / "3.ckpt")
 
     names = ("accumulation", "batch norm", "compiled", "gan", "lbfgs", "manual, not in every batch", "16-true")
-    names += ("16-mixed", "configure_model", "parametrized", "scheduler per step", "scheduler per epoch")
+    names += ("16-mixed", "configure_model", "tied, frozen, parametrized", "scheduler per step", "scheduler per epoch")
     for name in (*names, "sparse gradients"):
         torch.compiler.reset()
         saving, traces = [pl.callbacks.LambdaCallback(on_train_batch_end=save)], []
@@ -399,17 +377,15 @@ def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why(rank: int
 
 @in_ranks(2)
 def test_training_without_an_optimizer_that_lightning_knows_is_said(rank: int) -> None:
-    def configure_optimizers(self: Any) -> None:
-        self.private = sgd(self.parameters())
+    private, said = list[Any](), fits.said_by("lightning_sdiloco")
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-        self.private.zero_grad()
+        private[0].zero_grad()
         self.manual_backward(self.loss(parts))
-        self.private.step()
+        private[0].step()
 
-    said = fits.said_by("lightning_sdiloco")
-    own = {"configure_optimizers": configure_optimizers, "training_step": training_step}
-    loop = Loop(made(automatic_optimization=False, **own))
+    own = {"automatic_optimization": False, "training_step": training_step}
+    loop = Loop(made(optimize=lambda parameters: private.append(sgd(parameters)), **own))
     trainer = run_loop(loop, of_ours(loop), 2, batches(rank))[0]
     assert sum("without an inner step" in text for text in said) == 1
     assert agreed(trainer.strategy.outer_state_dict()), "joined at the end all the same"

@@ -1,6 +1,6 @@
 """Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group share one model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -12,7 +12,6 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils.data import DataLoader
 
 from lightning_sdiloco import (
     Carry,
@@ -21,7 +20,6 @@ from lightning_sdiloco import (
     RandomPairs,
     Ring,
     Selective,
-    SimulatedGroups,
     StreamingDiLoCo,
     StreamingDiLoCoFabricStrategy,
     StreamingDiLoCoMonitor,
@@ -29,6 +27,7 @@ from lightning_sdiloco import (
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits, sharded
+from tests.engine.groups import Groups, regression
 from tests.fits import whole
 from tests.lightning.test_checkpoint import saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
@@ -52,36 +51,29 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-def held_by(model: nn.Module, finish: Callable[[], Any]) -> list[Tensor]:
-    """What a model holds before the end and after it."""
-    before = [whole(parameter) for parameter in model.parameters()]
+def held_by(models: Sequence[nn.Module], finish: Callable[[], Any]) -> list[list[Tensor]]:
+    """What each model holds before the end and after it."""
+    before = [[whole(parameter) for parameter in model.parameters()] for model in models]
     finish()
-    return before + [whole(parameter) for parameter in model.parameters()]
-
-
-def of_steps(group: int) -> Iterator[tuple[Tensor, Tensor]]:
-    return (batch(group, step) for step in range(1, 2 * STEPS + 1))
+    return [[*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)]
 
 
 def simulated(
-    make: Callable[[], nn.Module], inner: str, groups: int, micro_batches: int = 1, paced: bool = False, **choices: Any
+    net: Callable[[], nn.Module], inner: str, groups: int, paced: bool = False, micro_batches: int = 1, **choices: Any
 ) -> list[list[Tensor]]:
-    """What each group holds before the end and after it, of which one may be idle in every other step."""
-    models = [make() for _ in range(groups)]
-    optimizers = [inner_optimizer(inner, model) for model in models]
-    method, batches = SimulatedGroups(models, **choices), [of_steps(group) for group in range(groups)]
-    for step in range(1, STEPS + 1):
-        idle = {1} if paced and step % 2 else set[int]()
-        for group in set(range(groups)) - idle:
-            optimizers[group].zero_grad()
-            for _ in range(micro_batches):
-                x, y = next(batches[group])
-                (nn.functional.mse_loss(models[group](x), y) / micro_batches).backward()
-            optimizers[group].step()
-        method.step(idle=idle, trained=[micro_batches] * groups)
-    before = [[whole(parameter) for parameter in model.parameters()] for model in models]
-    method.finish()
-    return [[*held, *map(whole, model.parameters())] for held, model in zip(before, models, strict=True)]
+    """What each group holds before the end and after it; a paced one is idle in every other step."""
+
+    def loss(model: nn.Module, group: int, step: int, *place: int) -> Tensor:
+        last = micro_batches * (step // 2 if paced and group else step)
+        losses = [regression(model, group, last - earlier, *place) for earlier in range(micro_batches)]
+        return torch.stack(losses).mean()
+
+    def idle(group: int, step: int) -> bool:
+        return paced and group == 1 and step % 2 == 1
+
+    run = Groups(groups, inner, lambda _: net(), (), idle, lambda *_: micro_batches, loss=loss, **choices)
+    run.until(STEPS)
+    return held_by(run.models, run.groups.finish)
 
 
 def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tensor]]]:
@@ -107,7 +99,7 @@ def test_groups_that_share_a_sharded_model_do_what_the_simulation_does() -> None
                 optimizer.step()
                 engine.step()
             # The ranks of a group add up in another order.
-            close = map(partial(torch.allclose, atol=1e-6), held_by(model, engine.finish), expected[name][group])
+            close = map(partial(torch.allclose, atol=1e-6), held_by([model], engine.finish)[0], expected[name][group])
             wrong += [] if all(close) else [name]
         return wrong
 
@@ -133,7 +125,7 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
                 fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
                 with strategy.evaluate():
                     assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
-            assert all(map(torch.equal, held_by(net, strategy.finish), expected[name][rank])), name
+            assert all(map(torch.equal, held_by([net], strategy.finish)[0], expected[name][rank])), name
 
     run_processes(play, GROUPS, timeout=110.0)
 
@@ -184,14 +176,14 @@ def net() -> nn.Module:
 @pytest.mark.timeout(180)
 def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
     expected = {
-        name: simulated(net, "adamw", 2, 1 + (name == "drop compute"), name == "paced", **{**SHARED, **choices})
+        name: simulated(net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices})
         for name, choices in POLICIES.items()
     }
 
     def play(rank: int, world_size: int) -> list[str]:
         wrong = []
         for name, choices in POLICIES.items():
-            loader: Any = DataLoader(list(of_steps(rank)), batch_size=None)
+            loader: Any = fits.Announced((rank, 0, 1), 2 * STEPS)
             more: dict[str, Any] = {"use_distributed_sampler": False}
             if name == "paced":
                 loader = Paced(loader, speed=0.5 if rank else 1.0)

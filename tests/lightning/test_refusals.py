@@ -128,6 +128,12 @@ OF_A_TRAINER: Table = [
     ({"resume": "anyhow"}, "resume='anyhow' is unknown ... 'exact' ... 'restart' ... Choose one of them"),
     ({"on_resume": "restart"}, "on_resume='restart' is called resume: give resume='restart'."),
     ({"resumable_checkpoints": "newest"}, "give resume='exact:newest' or 'restart:newest'"),
+    ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
+    ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
+    ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
+    ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
+    ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
+    ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
 ]
 OF_FABRIC: Table = [
     ({"sync_every": "auto"}, "sync_every='auto' is for the Trainer's strategy"),
@@ -426,7 +432,9 @@ def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_obj
     # With one group, both ranks belong to one DistributedDataParallel, whose own error must not come first.
     for groups in (1, 2):
         told += missing(fitted(layer(3 + rank), 2, worker_groups=groups), MODEL_ADVICE, "weight is ", "on rank 1")
-    told += missing(fitted(layer(), 2, sync_every=10 + rank), SETTINGS_ADVICE, "sync_every is 10 on rank 0")
+    told += missing(
+        fitted(layer(), 2, sync_every="auto" if rank else 9), SETTINGS_ADVICE, "sync_every is 9 on rank 0, 'auto' "
+    )
     assert told == []
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.nn.functional import all_gather
 from torchmetrics import MeanMetric
 
 from lightning_sdiloco import StreamingDiLoCoFabricStrategy
@@ -105,27 +106,8 @@ def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_
     assert {step % 10 for step in (steps, *saved)} == {3}, "decisions are read at a landing"
 
 
-# Collectives of users
-
-
-class GatherLayer(torch.autograd.Function):
-    """Gathers over all ranks, as that of lightly does."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> tuple[Tensor, ...]:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor)
-        return tuple(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        every = torch.stack(gradients)
-        dist.all_reduce(every)
-        return every[dist.get_rank()]
-
-
 def gathered(tensor: Tensor) -> Tensor:
-    return torch.stack(GatherLayer.apply(tensor))
+    return torch.stack(all_gather(tensor))
 
 
 @in_ranks(2)

@@ -18,7 +18,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
@@ -27,33 +27,23 @@ from tests.fits import LIGHTNING, batches, fit, refusal
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import mlp
 
-OTHER = "pytorch_lightning"
 pl = importlib.import_module(LIGHTNING)
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
 REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
 
 
-def held(module: Any) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-@in_ranks(2)
-def test_the_name_is_enough_for_a_group_of_each_rank(rank: int) -> None:
-    for distribution, home in ((LIGHTNING, "lightning_pytorch"), (OTHER, "pytorch_lightning")):
-        trainer = fits.trainer(distribution, strategy="streaming_diloco", devices=2, max_steps=3)
+def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(distribution: str) -> None:
+    def run(rank: int, world_size: int, nodes: int) -> Any:
+        sizes = {"devices": world_size // nodes, "num_nodes": nodes, "max_steps": 3}
+        trainer = fits.trainer(distribution, strategy="streaming_diloco", **sizes)
         trainer.fit(fits.module(distribution), batches(rank))
-        assert type(trainer.strategy).__module__ == f"lightning_sdiloco.{home}"
-        assert (trainer.strategy.topology.num_groups, trainer.strategy.report()["inner_steps"]) == (2, 3)
+        strategy = trainer.strategy
+        assert type(strategy).__module__ == f"lightning_sdiloco.{distribution.replace('.', '_')}"
+        return strategy.topology.num_groups, strategy.topology.group_index, strategy.report()["inner_steps"]
 
-
-def test_worker_groups_are_nodes_if_there_are_several() -> None:
-    def run(rank: int, world_size: int) -> Any:
-        trainer = fits.trainer(strategy=fits.strategy(), devices=2, num_nodes=2, max_steps=1)
-        trainer.fit(fits.module(), batches(rank))
-        return trainer.strategy.topology.num_groups, trainer.strategy.topology.group_index
-
-    assert run_processes(run, 4, ranks_per_node=2) == [(2, 0), (2, 0), (2, 1), (2, 1)]
+    assert run_processes(run, 2, 1) == [(2, 0, 3), (2, 1, 3)]
+    assert run_processes(run, 4, 2, ranks_per_node=2) == [(2, 0, 3), (2, 0, 3), (2, 1, 3), (2, 1, 3)]
 
 
 @in_ranks(4)
@@ -99,25 +89,14 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     assert {values.dtype for values in outer.values()} == {torch.float32}
     assert (at_end[0][0], set(strategy.report())) == (everything(), REPORT)
     assert same(at_end[0][1], outer)
-    assert list(outer) == list(held(model))
-    assert same(held(model), outer)
+    assert list(outer) == list(dict(model.named_parameters()))
+    assert same(dict(model.named_parameters()), outer)
     assert agreed(net.state_dict()), "its buffers, too"
     assert not torch.equal(net[1].running_mean, torch.zeros(8))
     # Another model is aligned before it is evaluated.
     other = fits.module(distribution, seed=7 + rank, test_step=lambda self, parts, index: None)
     trainer.test(other, data, verbose=False)
-    assert agreed(held(other))
-
-
-def test_a_buffer_that_never_changes_travels_at_the_first_launch_and_in_the_final_exchange() -> None:
-    models = [mlp(), mlp()]
-    for model in models:
-        model.register_buffer("table", torch.arange(10_000.0))
-    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, fragments=[["*"]])
-    for _ in range(20):
-        groups.step()
-    groups.finish()
-    assert 2 * 40_000 < groups.engines[0].report()["bytes_sent"] < 2 * 40_000 + 10_000
+    assert agreed(dict(other.named_parameters()))
 
 
 @in_ranks(2)
@@ -139,54 +118,40 @@ def test_several_trainers_use_the_same_process_groups_and_one_with_a_callback_th
     assert "After training the model differs between ranks" in told
 
 
-def test_an_engine_that_is_dropped_takes_its_threads_along() -> None:
+@in_ranks(1)
+def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
     def lanes() -> int:
         return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
 
-    gc.collect()
-    time.sleep(1)  # those of earlier engines look for their end twice a second
-    before = lanes()
     engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
     for _ in range(6):
         engine.step()
-    assert lanes() == before + 3, "one for each stage"
+    assert lanes() == 3, "one for each stage"
     del engine
     gc.collect()
     deadline = time.monotonic() + 5
-    while lanes() > before and time.monotonic() < deadline:
+    while lanes() > 0 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert lanes() == before
-
-
-# Arguments, and what is said of them
+    assert lanes() == 0
 
 
 def test_help_and_command_line_show_every_argument_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     names = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-    own = ({"start_method", "ddp_kwargs"}, {"data_parallel_size", "save_distributed_checkpoint"})
-    for face, (name, needed) in product(("lightning_pytorch", "pytorch_lightning"), zip(names, own, strict=True)):
-        module = importlib.import_module(f"lightning_sdiloco.{face}")
-        kind, first = getattr(module, name), getattr(module, names[0])
+    for face, name in product(("lightning_pytorch", "pytorch_lightning"), names):
+        kind = getattr(importlib.import_module(f"lightning_sdiloco.{face}"), name)
         arguments = inspect.signature(kind).parameters
         text = pydoc.render_doc(kind, renderer=pydoc.plaintext).partition("Args:")[2].partition("Raises:")[0]
-        assert needed | {"worker_groups", "outer_optimizer", "resume"} <= arguments.keys()
         assert [argument for argument in arguments if f"{argument}: " not in text] == []
         assert text.count("mixing: Share") == 1
-        common = [str(argument) for argument in inspect.signature(first).parameters.values()][:18]
-        assert [str(argument) for argument in arguments.values()][:18] == common, "both strategies have them"
         parser = ArgumentParser()
         base = next(base for base in kind.__mro__ if not base.__module__.startswith("lightning_sdiloco"))
         parser.add_argument("--strategy", type=base.__mro__[2])
-        path = f"lightning_sdiloco.{face}.{name}"
         with pytest.raises(SystemExit):
-            parser.parse_args([f"--strategy.help={path}"])
+            parser.parse_args([f"--strategy.help=lightning_sdiloco.{face}.{name}"])
         shown = " ".join(capsys.readouterr().out.split())
         assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
         assert "Share of the local parameters that is kept on landing" in shown
         assert "static_graph" not in shown, "an argument of DistributedDataParallel"
-        chosen = parser.parse_args([f"--strategy={path}", "--strategy.mixing=0.25"])
-        assert vars(chosen.strategy.init_args).keys() == arguments.keys()
-        assert "mixing: 0.25" in parser.dump(chosen)
         assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith("streaming_diloco")
 
 
@@ -220,7 +185,7 @@ def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit_or_nob
 def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(caplog: pytest.LogCaptureFixture) -> None:
     def rounds(schedule: Schedule, steps: int) -> int:
         landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
-        return min(landed.count(fragment) for fragment in range(schedule.fragments))
+        return min(map(landed.count, range(schedule.fragments)))
 
     for steps, overlap, fragments in product((3, 40, 300), (0, 5, 90), (1, 8)):
         caplog.clear()
