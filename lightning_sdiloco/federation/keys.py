@@ -12,6 +12,7 @@ import re
 import ssl
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -322,6 +323,26 @@ def holder_of(context: Any) -> Identity:
     return known[0]
 
 
+def require_valid(bundle: Bundle, context: Any) -> None:
+    """Refuses a certificate that was revoked or has expired since its connection was made."""
+    (pem,) = context.auth_context()["x509_pem_cert"]
+    if (revoked := bundle.revoked()) and fingerprint(pem) in revoked:
+        raise Denied(f"the certificate of {_who(context)} has been revoked.")
+    if (ends := _ends(pem)) < datetime.datetime.now(datetime.timezone.utc):
+        raise Denied(f"the certificate of {_who(context)} expired on {ends:%Y-%m-%d}.")
+
+
+def _who(context: Any) -> str:
+    own = holder_of(context)
+    return f"{own.role} {own.name!r}"
+
+
+@cache
+def _ends(certificate: bytes) -> datetime.datetime:
+    ends: datetime.datetime = extra("cryptography.x509").load_pem_x509_certificate(certificate).not_valid_after_utc
+    return ends
+
+
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
     own = holder_of(context)
     # An authority that was not bound to a run when it signed has been bound to that of this hub since.
@@ -329,9 +350,7 @@ def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any
         raise Denied(f"this hub serves run {run!r}, and the certificate is for run {own.run!r}.")
     if (own.role, own.name) != (claimed.role, claimed.name):
         raise Denied(f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}.")
-    revoked = bundle.revoked()
-    if revoked and fingerprint(context.auth_context()["x509_pem_cert"][0]) in revoked:
-        raise Denied(f"the certificate of {own.role} {own.name!r} has been revoked.")
+    require_valid(bundle, context)
 
 
 def speaks_for_itself(role: str, name: str, about: Any) -> Header:

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
-from lightning_sdiloco.federation.keys import LOOKING, Peer, holder_of, load, peer_of, speaks_for_itself
+from lightning_sdiloco.federation.keys import LOOKING, Peer, holder_of, load, peer_of, require_valid, speaks_for_itself
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
 from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
@@ -317,7 +317,9 @@ class Hub:
                 if before is not None:
                     before.end(Refused(f"site {peer.name!r} watches from elsewhere."))
             name = f"heartbeats-{secrets.token_hex(2)}"
-            threading.Thread(target=self._read_heartbeats, args=(session, requests), name=name, daemon=True).start()
+            threading.Thread(
+                target=self._read_heartbeats, args=(session, requests, context), name=name, daemon=True
+            ).start()
             for event in session.events(first, self._heartbeat):
                 yield pack({"kind": event.kind, "about": event.header}, event.body)
         finally:
@@ -330,10 +332,12 @@ class Hub:
             if is_current or (peer.role != "site" and session.admitted):
                 self._calls.gone(peer)
 
-    def _read_heartbeats(self, session: Session, requests: Iterator[bytes]) -> None:
+    def _read_heartbeats(self, session: Session, requests: Iterator[bytes], context: Any) -> None:
         peer = session.peer
         try:
             for message in requests:
+                if self._bundle is not None:
+                    require_valid(self._bundle, context)
                 about = unpack(message)[0].get("about", {})
                 self._calls.heartbeat(peer, speaks_for_itself(peer.role, peer.name, about))
         except (HubError, Refused) as error:

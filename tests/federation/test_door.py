@@ -2,18 +2,30 @@
 
 import logging
 import os
+import random
+import socket
 import threading
+import time
+import urllib.request
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import keys as keys_module
 from lightning_sdiloco.federation import server
+from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.keys import load
-from lightning_sdiloco.federation.wire import CHUNK, Busy, pack
-from tests.federation.hubs import Served, World, put, until
+from lightning_sdiloco.federation.keys import load, revoke_keys
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.wire import CHUNK, Busy, Denied, HubError, pack
+from lightning_sdiloco.tools.hub import MetricsServer
+from tests.federation.hubs import TERMS, Served, World, make_keys, put, require_agreement, until
 from tests.federation.test_transport import channel_to
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,3 +96,90 @@ def test_a_name_with_a_new_line_writes_none_into_the_log(of_module: Served, capl
     assert put(of_module.client("site-b"), b"goes on")
     assert [text for text in caplog.messages if "\n" in text] == []
     assert any("the hub was robbed" in text for text in caplog.messages)
+
+
+@pytest.mark.parametrize("how", ["revoked", "expired"])
+def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = make_keys(tmp_path / "keys")
+    with Served(tmp_path, keys) as served:
+        events = served.client("site-a").events(dict)
+        assert next(events).kind == "welcome"
+        if how == "revoked":
+            revoke_keys(keys, "site-a")
+        else:
+            monkeypatch.setattr(keys_module, "_ends", lambda certificate: datetime(2026, 1, 1, tzinfo=timezone.utc))
+        with pytest.raises(Denied, match=f"certificate of site 'site-a' .*{how}"):
+            list(events)
+
+
+def test_calls_that_are_replayed_or_come_in_another_order_change_nothing(world: World) -> None:
+    world.start(2)
+    world.join("a", "b")
+    said: list[tuple[HubClient, str, Any, bytes]] = []
+
+    def noted(client: HubClient, call: Any, name: str, about: Any = None, body: bytes = b"") -> Any:
+        said.append((client, name, about, body))
+        return call(name, about, body)
+
+    for site in world.sites.values():
+        client: Any = site.connection._client
+        client.call = partial(noted, client, client.call)
+    world.rounds(4)
+    records, chance = world.status()["records"], random.Random(0)
+    for client, name, about, body in chance.sample(said, len(said)):
+        if name != "leave":
+            with suppress(HubError, Refused):
+                HubClient.call(client, name, about, body)
+    world.more(2)
+    require_agreement(world.sites.values())
+    weights = [[own.weight for own in record.counted] for record in map(Record.from_bytes, told(world))]
+    assert len(weights) > records
+    assert {weight for own in weights for weight in own} <= {
+        site.samples * steps for site in world.sites.values() for steps in range(1, 40)
+    }
+
+
+def test_a_quorum_that_is_lost_and_comes_back_closes_rounds_again(keys: Path, tmp_path: Path) -> None:
+    world = World(tmp_path, keys, replace(TERMS, quorum=2))
+    world.start(2)
+    world.join("a", "b")
+    world.rounds(2)
+    world.kill("b")
+    # What is open closes; then nothing does, and the one that is left trains on.
+    end = time.monotonic() + 2 * TERMS.lease
+    while time.monotonic() < end:
+        world.sites["a"].step()
+        time.sleep(0.005)
+    rounds = list(world.sites["a"].rounds)
+    for _ in range(100):
+        world.sites["a"].step()
+    assert world.sites["a"].rounds == rounds
+    world.join("b")
+    world.more(2)
+    require_agreement(world.sites.values())
+    world.close()
+
+
+def told(world: World) -> list[bytes]:
+    return [text for _, text in world.service.ledger.read()]
+
+
+def test_a_stranger_at_the_port_of_the_metrics_reads_them_and_no_more() -> None:
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    server = MetricsServer("127.0.0.1:0", lambda: {"run": "llm", "founded": False, "trouble": None, "missing": 2})
+    try:
+        for sent in (
+            b"GET /evict?who=a HTTP/1.0\r\n\r\n",
+            b"POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nend",
+            random.randbytes(4096),
+        ):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as stranger, suppress(ConnectionError):
+                stranger.sendall(sent)
+                stranger.shutdown(socket.SHUT_WR)
+                stranger.recv(1 << 16)
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+            assert b'sdiloco_missing_sites{run="llm"} 2.0' in answer.read()
+    finally:
+        server.close()
