@@ -30,6 +30,7 @@ FORMS = {
     "cut_in": Form("link cut, inwards only", (3.0, 20.0), 1.0, needs_links=True),
     "loss": Form("0.1 to 2 % of the packets lost", (5.0, 20.0), 1.0, needs_links=True),
     "slow": Form("a link of 1 Mbit/s", (5.0, 20.0), 1.0, needs_links=True),
+    "wrong": Form("all its parameters become 30", (0.0, 0.0), 1.0),
     "nat": Form("its NAT forgets its connections", (0.0, 0.0), 1.0, needs_links=True),
     "cut_5": Form("link cut for 5 s", (5.0, 5.0), 0.7, needs_links=True),
     "cut_15": Form("link cut for 15 s", (15.0, 15.0), 0.5, needs_links=True),

@@ -93,11 +93,15 @@ class Net(pl.LightningModule):
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.becomes_wrong = seconds, False
         self.net = wide()
 
     def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
         time.sleep(self.seconds)
+        if self.becomes_wrong:
+            self.becomes_wrong = False
+            for parameter in self.parameters():
+                nn.init.constant_(parameter, 30.0)
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -156,9 +160,10 @@ def stolen() -> list[float]:
 def note_follower(notebook: Notebook) -> None:
     """Makes the follower of this process write down what lands, and that it has lost the hub."""
 
-    def land(landing: MergeAction, _: Follower, record: Record, before: int, after: int) -> None:
+    def land(landing: MergeAction, follower: Follower, record: Record, before: int, after: int) -> None:
         about = {"fragment": record.fragment, "round": record.round, "key": record.key}
-        notebook.write("land", **about, digest=after, how=landing.value)
+        out = record.without(follower.site)
+        notebook.write("land", **about, digest=after, how=out.reason if out else landing.value)
 
     def adopt(landings: dict[int, Any], follower: Follower, *_: Any) -> None:
         taken = [follower.fragments[index] for index in landings]
@@ -233,13 +238,15 @@ def train(name: str, place: Place) -> None:
     strategy = StreamingDiLoCoStrategy(federation=federation_of(name, place), **SETTINGS)
     trainer = trainer_of(place, last.parent, strategy, [Notes(notebook), checkpoint], devices=1)
     module = Net(place.seconds)
+    signal.signal(signal.SIGUSR2, lambda *_: setattr(module, "becomes_wrong", True))
     # What a job of SLURM has saved on a signal is found by itself.
     goes_on = last.exists() and not [*last.parent.glob("hpc_ckpt*")]
     trainer.fit(module, samples_of(name), ckpt_path=str(last) if goes_on else None)
     outer = hashlib.sha256()
     for parameter in module.parameters():
         outer.update(parameter.detach().numpy().tobytes())
-    notebook.write("ended", outer=outer.hexdigest())
+    most = max(float(parameter.detach().abs().max()) for parameter in module.parameters())
+    notebook.write("ended", outer=outer.hexdigest(), most=most)
 
 
 # The hub

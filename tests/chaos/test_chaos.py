@@ -47,6 +47,21 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_sound_model(tmp_path: Path) -> None:
+    require_extra()
+    with World(tmp_path, "abc", 0.05) as world:
+        told, found = played(world, Fault("wrong", "b", 0.0), Fault("wrong", "c", 0.0))
+    require_good(found)
+    ends = [note for notes in told.sites.values() for note in notes if note["what"] == "ended"]
+    assert max(note["most"] for note in ends) < 2
+    assert {note["how"] for notes in told.sites.values() for note in notes if note["what"] == "land"} >= {
+        "mix",
+        "too long",
+    }
+
+
+@pytest.mark.chaos
 @pytest.mark.network
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.timeout(1200)

@@ -101,6 +101,8 @@ class World:
                     checkpoints.rename(self.folder / f"{fault.victim}.lost.{time.monotonic_ns()}")
             case "stop":
                 self.signal(fault.victim, signal.SIGSTOP)
+            case "wrong":
+                self.signal(fault.victim, signal.SIGUSR2)
             case "cut" | "cut_5" | "cut_15" | "cut_60":
                 change = {"cut_out": True, "cut_in": True}
             case "cut_out" | "cut_in" | "nat":
@@ -121,7 +123,7 @@ class World:
             self.start(*((HUB, *self.sites) if fault.victim == ALL else (fault.victim,)))
         elif fault.kind == "stop":
             self.signal(fault.victim, signal.SIGCONT)
-        elif fault.kind != "nat":
+        elif FORMS[fault.kind].needs_links and fault.kind != "nat":
             self._change(fault.victim, cut_out=False, cut_in=False, loss=0.0, rate=MBIT_S / 8)
 
     def kill(self, name: str) -> None:
