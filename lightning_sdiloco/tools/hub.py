@@ -150,7 +150,7 @@ def end(options: HubOptions) -> str:
 
 
 def backup(options: HubOptions) -> str:
-    """Copy ledger and payloads of a run now, at its hub, into the folder with which the hub was started (--backups).
+    """Copy ledger and payloads of a run now, at its hub, into the folder for copies with which it was started.
 
     Args:
         options: Which hub, and by whom.

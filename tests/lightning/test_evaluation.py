@@ -175,7 +175,7 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_r
     # Lightning evaluates in inference mode, whose tensors could not be trained again.
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
     assert strategy.report()["inner_steps"] == 7
-    assert losses == sorted(losses, reverse=True)
+    assert losses[0] > max(losses[1:])
     assert agreed(losses)
     outer = strategy.outer_state_dict()
     assert_same({name: net_of(model)[name] for name in outer}, outer)

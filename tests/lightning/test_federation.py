@@ -13,7 +13,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_sdiloco
-from lightning_sdiloco import DynamicBackup, OuterOptimizer, StreamingDiLoCoStrategy
+from lightning_sdiloco import DynamicBackup, StreamingDiLoCoStrategy
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.server import HubService
@@ -43,8 +43,6 @@ def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
             StreamingDiLoCoStrategy(federation=federation, **{name: value})
     with pytest.raises(ValueError, match="exchange='auto:nccl' does not go with a federation"):
         StreamingDiLoCoStrategy(federation=federation, exchange="auto:nccl")
-    with pytest.raises(ValueError, match="outlier_guard=3.0 of outer_optimizer does not go with a federation"):
-        StreamingDiLoCoStrategy(federation=federation, outer_optimizer=OuterOptimizer(outlier_guard=3.0))
 
 
 def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def assert_refused(makes: Iterable[Make], table: Table) -> None:
 NAN, INFINITE = float("nan"), float("inf")
 OVERLAP = "it must be at least 0 and below sync_every, which is "
 WHOLE, MOMENTUM = "it must be a whole number of at least 1", "it must be at least 0 and below 1"
-NORM, GUARD = "it must be a number above 0, or None", "it must be a number above 1, or None"
+NORM, GUARD = "it must be a number above 0, or None", "it must be a number above 1, 'auto' or None"
 OFFLOAD = "it must be True, False or 'auto'"
 OPTIMIZER = "a callable ... functools.partial(torch.optim.SGD, lr=0.7)"
 OUT_OF_RANGE: Table = [
