@@ -32,6 +32,7 @@ from lightning_sdiloco.federation.wire import (
     Failure,
     Header,
     HubError,
+    HubUnreachable,
     Missing,
     NoSpace,
     checked_key,
@@ -108,7 +109,9 @@ class Door:
         most = MAX_CALLS if holder is None else _MOST_OF_ONE.get(who[0], _MOST_OF_OTHERS)
         with self._lock:
             if self._open[who] >= most or (who[0] != "operator" and self._open.total() >= MAX_CALLS):
-                raise Busy(f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in all: too many.")
+                raise HubUnreachable(
+                    f"{who[1]!r} has {self._open[who]} calls open, of {self._open.total()} in all: too many."
+                )
             self._open[who] += 1
         try:
             yield

@@ -166,6 +166,7 @@ CODES: Mapping[type[Exception], str] = {
     Malformed: "INVALID_ARGUMENT",
     Refused: "FAILED_PRECONDITION",
     Busy: "ABORTED",
+    HubUnreachable: "UNAVAILABLE",
     NoSpace: "RESOURCE_EXHAUSTED",
     Missing: "NOT_FOUND",
     Altered: "DATA_LOSS",
