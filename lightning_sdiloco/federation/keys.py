@@ -337,6 +337,11 @@ def _who(context: Any) -> str:
     return f"{own.role} {own.name!r}"
 
 
+def wall_clock() -> float:
+    """Returns the seconds of the clock by which certificates are valid; nothing else goes by it."""
+    return datetime.datetime.now(datetime.timezone.utc).timestamp()
+
+
 @cache
 def _ends(certificate: bytes) -> datetime.datetime:
     ends: datetime.datetime = extra("cryptography.x509").load_pem_x509_certificate(certificate).not_valid_after_utc

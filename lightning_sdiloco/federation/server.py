@@ -19,7 +19,16 @@ from typing_extensions import override
 
 from lightning_sdiloco.errors import Malformed, Refused
 from lightning_sdiloco.federation.coordinator import Coordinator
-from lightning_sdiloco.federation.keys import LOOKING, Peer, holder_of, load, peer_of, require_valid, speaks_for_itself
+from lightning_sdiloco.federation.keys import (
+    LOOKING,
+    Peer,
+    holder_of,
+    load,
+    peer_of,
+    require_valid,
+    speaks_for_itself,
+    wall_clock,
+)
 from lightning_sdiloco.federation.messages import Event
 from lightning_sdiloco.federation.quorum import built_in, imported
 from lightning_sdiloco.federation.store import BlobStore, SQLiteLedger, Upload
@@ -301,7 +310,8 @@ class Hub:
         peer, header, about, body = self._asked("call", message, context)
         if header["call"] == "ping":
             # Its own bytes, or as many as it asks for: so the way is measured.
-            return pack({}, _NOISE[: checked_size(about["bytes"], CHUNK, "answer")] if "bytes" in about else body)
+            answer = _NOISE[: checked_size(about["bytes"], CHUNK, "answer")] if "bytes" in about else body
+            return pack({"clock": wall_clock()} if about.get("clock") else {}, answer)
         return pack(*self._calls.call(peer, header["call"], about, body))
 
     def _watch(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:

@@ -30,7 +30,7 @@ from rich.table import Table
 from lightning_sdiloco.comm.topology import GroupLayout, checked_worker_groups
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.client import hub_addresses
-from lightning_sdiloco.federation.keys import load
+from lightning_sdiloco.federation.keys import load, wall_clock
 from lightning_sdiloco.federation.run_config import ChosenQuorum
 from lightning_sdiloco.federation.wire import HubError, HubUnreachable
 from lightning_sdiloco.launch.reachability import (
@@ -444,6 +444,8 @@ def _receive(connection: socket.socket, count: int) -> bytes:
 
 # The way to a hub
 
+_CLOCKS_APART = 60.0  # seconds
+
 
 def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dict[str, Any]]:
     """Looks at the way to a hub, until something is in the way: what comes after it would only say the same."""
@@ -502,6 +504,10 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
             yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
             told = f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone"
             yield Finding("ok", "round trip", told)
+            off = float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())) - wall_clock()
+            told = f"that of the hub is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
+            fix = "Set the one that is wrong: certificates are valid by its dates."
+            yield Finding("slow" if abs(off) > _CLOCKS_APART else "ok", "clock", told, fix * (abs(off) > _CLOCKS_APART))
             for up, way in ((True, "to"), (False, "from")):
                 numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
                 told = f"{readable_rate(rate / 1e9)}, over {HUB_CONNECTIONS} connections"

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightning_sdiloco.federation.keys import init_keys
+from lightning_sdiloco.federation import server
+from lightning_sdiloco.federation.keys import init_keys, wall_clock
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
@@ -182,7 +183,11 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
 
 
 def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
-    world: World, keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: World,
+    keys: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hub, bundle = world.start(sites=1), ["--keys", str(keys / "a.bundle")]
 
@@ -199,7 +204,13 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
         assert told["ok"] is not bool(code)
         return told | {finding["check"]: finding for finding in told["findings"]}
 
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "wall_clock", lambda: wall_clock() + 3600)
+        told = examined(*bundle)
+    assert told["clock"]["state"] == "slow"
+    assert "that of the hub is 3600 s ahead of the one here" in told["clock"]["found"]
     told = examined(*bundle)
+    assert told["clock"]["state"] == "ok"
     assert f"site a in run {RUN}, valid until 20" in told["keys"]["found"]
     assert told["keys"]["found"].endswith("for 364 days")
     assert 0 < told["round_trip"] < 1
