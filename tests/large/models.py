@@ -15,10 +15,7 @@ FEATURES, TARGETS = 16, 4
 
 
 class Block(nn.Module):
-    """A residual layer, of which one parameter has a name of more than 64 characters in `deep`.
-
-    Without the residual a batch of BatchNorm would make rounding grow with depth.
-    """
+    """A layer with a long name; without its residual a batch of BatchNorm would make rounding grow with depth."""
 
     def __init__(self, width: int, norm: nn.Module) -> None:
         super().__init__()
