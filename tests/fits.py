@@ -47,6 +47,8 @@ class Stream(IterableDataset):
     It can be taken up again in the middle.
     """
 
+    draw = staticmethod(batch)
+
     def __init__(self, place: Place, batches: int = 10**9, later: int | None = None) -> None:
         self.place, self.batches, self.later = place, batches, batches if later is None else later
         self.step, self.resumed = 0, False
@@ -59,7 +61,7 @@ class Stream(IterableDataset):
         batches, self.batches = self.batches, self.later
         group, shard, shards = self.place
         for self.step in range(start + 1, batches + 1):
-            x, y = batch(group, self.step)
+            x, y = self.draw(group, self.step)
             yield x.chunk(shards)[shard], y.chunk(shards)[shard]
 
     def state_dict(self) -> dict[str, int]:

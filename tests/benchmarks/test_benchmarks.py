@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import finetuning, flights, loss_over_time, quality, runs, slow_links, training, wire_bytes
+from benchmarks import finetuning, flights, loss_over_time, memory, quality, runs, slow_links, training, wire_bytes
 from benchmarks.backup_workers import BACKUP, Case, Play, goodput_at_most, goodput_of_all, wait_for_all
 from benchmarks.comparison import Comparison
 from benchmarks.links import Links, missing
@@ -58,6 +58,16 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
     assert all(isfinite(number) for number in content["headline"].values())
     assert content["measured"]["command"] == f"python -m benchmarks.{name} --quick"
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
+
+
+@pytest.mark.large
+def test_a_group_takes_eight_bytes_a_parameter_and_a_flight_over_a_fit_that_knows_no_other() -> None:
+    rows = memory.memory({"10M": memory.SIZES["10M"]}, ["lightning_alone", "streaming"])
+    alone, streaming = (row["memory"] for row in rows)
+    if not alone:
+        pytest.skip("This system does not say how much memory a process has.")
+    # Eight for outer parameters and momentum, three for the fragment in flight, and what the allocator keeps.
+    assert (streaming - alone) / rows[0]["parameters"] < 14
 
 
 @pytest.mark.network

@@ -220,9 +220,13 @@ def test_a_buffer_that_changes_once_becomes_the_mean_of_all_groups_and_others_st
     def write(model: Any, group: int) -> None:
         model.get_buffer(f"buffer_{written}").fill_(1.0 + 2 * group)
 
+    sent = []
     for written in (0, 62, 63, 64, 69):  # more than a control vector has bits
-        for model in played(8, 3, write, 70)[0]:
+        models, groups = played(8, 3, write, 70)
+        for model in models:
             assert [values.item() for values in model.buffers()] == [2.0 * (index == written) for index in range(70)]
+        sent.append(groups.engines[0].report()["bytes_sent"])
+    assert [more - sent[0] for more in sent] == [0, 0, *[2 * 6 * 4] * 3], "those beyond travel together, others alone"
     written = 0
     for at, mixing in ((7, 0.0), (11, 0.5), (22, 0.5)):  # in rounds, in flight, and after the last launch
         models, groups = played(22, at, write, sync_every=4, overlap_steps=2, mixing=mixing)

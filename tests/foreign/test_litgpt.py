@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_sdiloco  # noqa: F401
 from tests.ranks import in_ranks
@@ -22,27 +22,18 @@ from tests.ranks import in_ranks
 WINDOW, MICRO_BATCH, STEPS = 64, 16, 64
 
 
-class Text(Dataset[torch.Tensor]):
+def windows() -> list[torch.Tensor]:
     """Windows of the sources of Python's standard library, as bytes."""
-
-    def __init__(self, first: int, windows: int) -> None:
-        library = Path(sysconfig.get_paths()["stdlib"])
-        text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:60])
-        self.text, self.first, self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8), first, windows
-
-    def __len__(self) -> int:
-        return self.windows
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        begin = (self.first + index) * WINDOW
-        return self.text[begin : begin + WINDOW + 1].int()
+    library = Path(sysconfig.get_paths()["stdlib"])
+    text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py"))[:60])
+    return list(torch.frombuffer(bytearray(text), dtype=torch.uint8).unfold(0, WINDOW + 1, WINDOW).int())
 
 
 class HeldOut(IterableDataset[torch.Tensor]):
     """Windows of the text that nobody trains on, the same for all ranks."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from (Text(0, 640)[index] for index in range(640))
+        return iter(windows()[:640])
 
 
 @pytest.mark.foreign
@@ -64,7 +55,7 @@ def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(rank: in
             """litgpt tells of tokenizer and sizes."""
 
         def train_dataloader(self) -> DataLoader[torch.Tensor]:
-            return DataLoader(Text(640, 8_000), batch_size=MICRO_BATCH, shuffle=True)
+            return DataLoader(windows()[640:8640], batch_size=MICRO_BATCH, shuffle=True)
 
         def val_dataloader(self) -> DataLoader[torch.Tensor]:
             return DataLoader(HeldOut(), batch_size=MICRO_BATCH)

@@ -90,7 +90,6 @@ def hard_values(numel: int) -> Tensor:
 
 
 def codecs(place: Place, rank: int, world_size: int) -> Found:
-    """Payloads, means and digests have the bits of the CPU."""
     values = hard_values(20_000 if place.quick else 20_000_000 + 5)
     there = values.to(place.device)
     assert digest(there, start=3) == digest(values, start=3), "the digest differs from that of the CPU"
@@ -135,7 +134,6 @@ class AroundLane(ThreadBackground):
 
 
 def slow_streams(place: Place, rank: int, world_size: int) -> Found:
-    """No bit depends on which stream is behind: the side stream, the training stream, or neither."""
     sleep = getattr(place.module, "_sleep", lambda cycles: None)
 
     @contextmanager
@@ -212,7 +210,6 @@ def extra_memory(layers: int, offload: bool, device: str) -> int:
 
 
 def memory(place: Place, rank: int, world_size: int) -> Found:
-    """Offloaded, the device holds what is in flight whatever the size of the model."""
     if place.device == "cpu":
         raise NotHere("memory of the host is not counted by torch")
     cases = [(layers, offload) for layers in (4, 8) for offload in (False, True)]
@@ -259,7 +256,6 @@ def waits_on(place: Place) -> Iterator[list[str]]:
 
 
 def waits(place: Place, rank: int, world_size: int) -> Found:
-    """The training thread never waits for the device, neither in a launch nor in a landing."""
     counts = {}
     for is_offloaded in (False, True):
         training = Training(place.device, 0, **offloaded({}, is_offloaded))
@@ -280,12 +276,10 @@ def waits(place: Place, rank: int, world_size: int) -> Found:
 
 
 def resumed(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """A run goes on from what was saved in flight, bit for bit."""
     return {"steps": len(resumed_run(place.device, rank, CHOICES[name]))}
 
 
 def between_devices(place: Place, rank: int, world_size: int) -> Found:
-    """Two processes on one device exchange from device to device, with the bits and bytes of gloo."""
     topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40), on_device=backend_on(place, rank))
     runs, counts = [], []
     for one in (topology, Topology.of_world(GroupLayout(2, 2), timedelta(seconds=40))):

@@ -107,7 +107,6 @@ def fitted(
 
 
 def trained(precision: str, compiler: str | None, place: Place, rank: int, world_size: int) -> Found:
-    """A fit learns, and ends with the same outer model in both groups."""
     if precision.startswith("16") and not place.is_cuda:
         raise NotHere(f"Lightning has precision={precision!r} on accelerators only")
     # In the warm-up, gradients are averaged as the scaler has scaled them.
@@ -126,7 +125,6 @@ def trained(precision: str, compiler: str | None, place: Place, rank: int, world
 
 
 def resumed(place: Place, rank: int, world_size: int) -> Found:
-    """A fit goes on from a checkpoint written in flight, with the bits of one that was not stopped."""
     kept = ModelCheckpoint(place.folder / "fit", "kept", every_n_train_steps=SAVED_AT, save_top_k=-1)
     through, _ = fitted(place, rank, Regression(), [kept])
     again, _ = fitted(place, rank, Regression(), checkpoint=place.folder / "fit" / "kept.ckpt")
@@ -177,7 +175,6 @@ def waits_in(events: Sequence[dict[str, Any]], ranges: Sequence[str]) -> list[Fo
 
 
 def traced(place: Place, rank: int, world_size: int) -> Found:
-    """A profiler sees no wait of the training thread for the device in launches, landings and whole steps."""
     path = place.folder / f"trace-{rank}.json.gz"
     callback = Traced(first=20, last=32, path=path, with_device=place.is_cuda)
     fitted(place, rank, Regression(), [callback], steps=36)

@@ -112,7 +112,6 @@ def prepare(device: str) -> None:
 
 
 def described(place: Place, rank: int, world_size: int) -> Found:
-    """Describes the device of this process."""
     if not place.is_cuda:
         return {"device": place.device}
     properties = torch.cuda.get_device_properties(0)

@@ -1,7 +1,6 @@
 """Models of real sizes: 100,000 parameters and more, 1,000 tensors with long names, more than 64 buffers."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,16 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.fits import whole
+from tests.fits import Announced, whole
 
 FEATURES, TARGETS = 16, 4
 
 
 class Block(nn.Module):
-    """A residual layer, of which one parameter has a name of more than 64 characters in `deep`.
-
-    Without the residual a batch of BatchNorm would make rounding grow with depth.
-    """
+    """A layer with a long name; without its residual a batch of BatchNorm would make rounding grow with depth."""
 
     def __init__(self, width: int, norm: nn.Module) -> None:
         super().__init__()
@@ -71,27 +67,13 @@ def batch(group: int, step: int) -> tuple[Tensor, Tensor]:
     return x, x[:, :TARGETS] + x[:, TARGETS : 2 * TARGETS]
 
 
-class Batches:
-    """Batches of a group that can be taken up again in the middle; a rank sees its part of each."""
+class Batches(Announced):
+    """Batches of a group, of which a rank sees its part."""
 
-    def __init__(self, rank: int, size: int = 1, length: int = 1_000) -> None:
-        self.rank, self.size, self.length, self.step = rank, size, length, 0
+    draw = staticmethod(batch)
 
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        group, shard = divmod(self.rank, self.size)
-        while self.step < len(self):
-            self.step += 1
-            x, y = batch(group, self.step)
-            yield x.chunk(self.size)[shard], y.chunk(self.size)[shard]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
+    def __init__(self, rank: int, size: int = 1) -> None:
+        super().__init__((rank // size, rank % size, size), 1_000)
 
 
 class Large(pl.LightningModule):

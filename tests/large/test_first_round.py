@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.bits import same
+from tests.engine.groups import Groups
 from tests.engine.test_agreement import same as same_states
 from tests.fits import SomeBatches, refusal, said_by, since
 from tests.large.models import Batches, batch, held, made, sharded
@@ -34,13 +36,17 @@ class Again(SomeBatches):
         self.batches = [batch(group, step) for step in range(length)]
 
 
+def loss_of(model: nn.Module, group: int, step: int, *_: int) -> Tensor:
+    x, y = batch(group, step)
+    return nn.functional.mse_loss(model(x), y)
+
+
 def error_of(state: dict[str, Tensor]) -> float:
     """The mean squared error of what a checkpoint holds, on data that nobody has trained on."""
     net = made("wide")
     net.load_state_dict({name.removeprefix("net."): values for name, values in state.items()})
-    x, y = batch(-1, 0)
     with torch.no_grad():
-        return nn.functional.mse_loss(net(x), y).item()
+        return loss_of(net, -1, 0).item()
 
 
 INITIAL = error_of(made("wide").state_dict())
@@ -214,17 +220,10 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 
 def test_a_loop_of_ones_own_saves_the_mean_and_what_is_frozen_keeps_the_mean_of_what_it_learnt(tmp_path: Path) -> None:
     def run(rank: int, world_size: int) -> None:
-        model = made("wide", rank)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-        engine = StreamingDiLoCo(model, inner_optimizers=[optimizer])
-        for step in range(1, 41):
-            x, y = batch(rank, step)
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-            engine.step()
+        here = Groups(joined=WorkerGroups("auto"), net=partial(made, "wide"), loss=loss_of)
+        here.until(40)
+        (engine,), layer = here.engines, here.models[0][0][0]
         engine.save(tmp_path / "a.pt")
-        layer: Any = model[0][0]  # type: ignore[index]
         expected = mean_over_ranks(layer.weight)
         layer.requires_grad_(False)
         engine.recut()
@@ -248,8 +247,7 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=2e-3))
     whole, model_alone = {"model": model, "optimizer": optimizer}, {"model": model}
     for step in range(1, 61):
-        x, y = batch(rank // 2, step)
-        fabric.backward(nn.functional.mse_loss(model(x), y))
+        fabric.backward(loss_of(model, rank // 2, step))
         optimizer.step()
         optimizer.zero_grad()
         if step == 5 and rank == 0:
@@ -286,17 +284,17 @@ class Average:
         self.decay, self.values, self.before = decay, dict[str, Tensor](), dict[str, Tensor]()
         self.expected: list[dict[str, Tensor]] = []
 
-    def update(self, module: nn.Module) -> None:
+    def update(self, trainer: Any, module: nn.Module) -> None:
         for name, values in held(module).items():
             self.values[name] = torch.lerp(values, self.values.get(name, values), self.decay)
 
-    def swap_in(self, module: nn.Module) -> None:
+    def swap_in(self, trainer: Any, module: nn.Module) -> None:
         if self.values:
             self.before = held(module)
             module.load_state_dict(self.values)
             self.expected += [dict(self.values)] * 2  # batches of a validation
 
-    def swap_out(self, module: nn.Module) -> None:
+    def swap_out(self, trainer: Any, module: nn.Module) -> None:
         if self.before:
             module.load_state_dict(self.before)
             self.before = {}
@@ -304,14 +302,10 @@ class Average:
     def hooks(self, begin: str, end: str) -> dict[str, Any]:
         return {"on_train_batch_end": self.update, begin: self.swap_in, end: self.swap_out}
 
-    def callback(self, *swap: str) -> Any:
-        hooks = self.hooks(*swap).items()
-        return callback(**{name: lambda _, module, do=do: do(module) for name, do in hooks})
-
     def hook(self, module: Any, *swap: str) -> None:
         """Lets the module itself swap."""
         for name, do in self.hooks(*swap).items():
-            setattr(module, name, lambda *_, do=do: do(module))
+            setattr(module, name, lambda *_, do=do: do(None, module))
 
 
 SWAPS = [
@@ -329,8 +323,8 @@ def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_t
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
         average, model = Average(), Seen()
         # They put back in the order in which they swapped in: the second puts back what the first had put in.
-        before = [Average(0.5).callback(*swap)] if owner == "callbacks" else []
-        own = [average.callback(*swap)] if owner.startswith("callback") else []
+        before = [callback(**Average(0.5).hooks(*swap))] if owner == "callbacks" else []
+        own = [callback(**average.hooks(*swap))] if owner.startswith("callback") else []
         if owner == "module":
             average.hook(model, *swap)
         choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 1, "validation": validation}

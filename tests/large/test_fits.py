@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests import fits
 from tests.bits import same
 from tests.fits import said_by
-from tests.large.models import Batches, Large, batch, held, sharded, wide
+from tests.large.models import Batches, Large, batch, held, made, sharded
 from tests.ranks import agreed, in_ranks, run_processes
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
@@ -75,34 +75,27 @@ def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from
     assert agreed(others["seen"])
 
 
-class Contrastive(pl.LightningModule):
-    """An encoder of 220,000 parameters whose loss compares the embeddings of all ranks."""
+def contrastive(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+    """A loss that compares the embeddings of all ranks."""
+    views = self.net(parts[0]), self.net(parts[0] + 0.1 * parts[0].roll(1, dims=-1))
+    one, other = (nn.functional.normalize(view, dim=-1) for view in views)
+    ones, others = self.all_gather({"one": one, "other": other}, sync_grads=True).values()
+    logits = ones.flatten(0, 1) @ others.flatten(0, 1).T / 0.1
+    return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.encoder, self.gradients = wide(), list[list[Tensor]]()
 
-    def training_step(self, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        views = self.encoder(parts[0]), self.encoder(parts[0] + 0.1 * parts[0].roll(1, dims=-1))
-        one, other = (nn.functional.normalize(view, dim=-1) for view in views)
-        ones, others = self.all_gather({"one": one, "other": other}, sync_grads=True).values()
-        logits = ones.flatten(0, 1) @ others.flatten(0, 1).T / 0.1
-        return nn.functional.cross_entropy(logits, torch.arange(len(logits)))
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+def keep_gradients(self: Any, optimizer: torch.optim.Optimizer) -> None:
+    self.gradients.append([p.grad.clone() for p in self.parameters() if p.grad is not None])
 
 
 def test_the_gradients_of_a_contrastive_loss_are_those_of_ddp_over_the_ranks_of_the_group() -> None:
     def gradients(rank: int, world_size: int, strategy: Any, group: int) -> list[list[Tensor]]:
-        module, steps = Contrastive(), [tuple(part.chunk(2)[rank % 2] for part in batch(group, n)) for n in (1, 2)]
+        hooks = {"training_step": contrastive, "on_before_optimizer_step": keep_gradients, "gradients": []}
+        module = fits.module(inner="adamw", net=made("wide"), **hooks)
+        steps = [tuple(part.chunk(2)[rank % 2] for part in batch(group, n)) for n in (1, 2)]
         trainer = fits.trainer(strategy=strategy, devices=world_size, max_steps=2)
         trainer.fit(module, torch.utils.data.DataLoader(steps, batch_size=None))  # type: ignore[arg-type]
-        return module.gradients
+        return list(module.gradients)
 
     def ours(rank: int, world_size: int) -> None:
         said = said_by("lightning_sdiloco")

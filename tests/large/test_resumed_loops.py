@@ -1,5 +1,6 @@
 """A loop of one's own, stopped with fragments in flight and resumed from files, in groups of one and two ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -7,10 +8,10 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy, WorkerGroups
 from tests.bits import same
+from tests.engine.groups import Groups
 from tests.large.models import FEATURES, TARGETS, made
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import ROOT, run_python
@@ -21,15 +22,14 @@ STEPS, SAVED = 16, 9
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:3"}
 
 
-def trained(engine: Any, model: nn.Module, first: int, backward: Any, step: Any, save: Any) -> dict[str, Tensor]:
-    """Trains to the end, from the first step or from that after the save; returns what is worth comparing."""
-    for at in range(first, STEPS + 1):
-        x = torch.randn(8, FEATURES)  # the random numbers of this rank go on too
-        backward(nn.functional.mse_loss(model(x), x[:, :TARGETS] * 2))
-        step()
-        if at == SAVED:
-            assert not agreed(dict(model.state_dict()))
-            save(at)
+def drawn(model: nn.Module, *_: int) -> Tensor:
+    """The loss of a batch that this rank draws: its random numbers go on too."""
+    x = torch.randn(8, FEATURES)
+    return nn.functional.mse_loss(model(x), x[:, :TARGETS] * 2)
+
+
+def ended(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    """What is worth comparing: local values of the last step, the outer ones of the end."""
     seen = {f"local {name}": values.clone() for name, values in model.state_dict().items()}
     assert sum(values.numel() for values in seen.values()) > 100_000
     engine.finish()
@@ -37,26 +37,19 @@ def trained(engine: Any, model: nn.Module, first: int, backward: Any, step: Any,
 
 
 def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
-    own = WorkerGroups(groups)
-    wrapped = model = made("wide", seed=rank)
-    if own.group_size > 1:
-        wrapped = DistributedDataParallel(model, process_group=own.process_group)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
-    engine = StreamingDiLoCo(wrapped, worker_groups=own, inner_optimizers=[optimizer], **CHOICES)
+    run = Groups(joined=WorkerGroups(groups), net=partial(made, "wide"), loss=drawn, **CHOICES)
+    (engine,), (model,) = run.engines, run.models
     torch.manual_seed(100 + rank)
     if resume:
         engine.load(folder / "loop.ckpt")
-        assert engine.inner_steps == SAVED
-        assert engine.in_flight
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-        engine.step()
-
-    save = lambda at: engine.save(folder / "loop.ckpt")  # noqa: E731
-    seen = trained(engine, wrapped, SAVED + 1 if resume else 1, torch.Tensor.backward, step, save)
-    return {**seen, "bytes": torch.tensor(engine.report()["bytes_sent"])}
+        run.steps = engine.inner_steps
+    else:
+        run.until(SAVED)
+        assert not agreed(dict(model.state_dict()))
+        engine.save(folder / "loop.ckpt")
+    assert (run.steps, bool(engine.in_flight)) == (SAVED, True)
+    run.until(STEPS)
+    return {**ended(engine, model), "bytes": torch.tensor(engine.report()["bytes_sent"])}
 
 
 def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
@@ -71,19 +64,17 @@ def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str,
         assert fabric.load(folder / "fabric.ckpt", state) == {}
         assert strategy.engine is not None
         assert strategy.engine.in_flight
-
-    def step() -> None:
+    for step in range(state["step"] + 1, STEPS + 1):  # type: ignore[operator]
+        fabric.backward(drawn(model))
         optimizer.step()
         optimizer.zero_grad()
-
-    def save(at: int) -> None:
-        state["step"] = at
-        with strategy.evaluate(), torch.no_grad():
-            model.eval()(torch.ones(8, FEATURES))
-        model.train()
-        fabric.save(folder / "fabric.ckpt", state)
-
-    return trained(strategy, model, state["step"] + 1, fabric.backward, step, save)  # type: ignore[operator]
+        if step == SAVED:
+            assert not agreed(dict(model.state_dict()))
+            with strategy.evaluate(), torch.no_grad():
+                model.eval()(torch.ones(8, FEATURES))
+            model.train()
+            fabric.save(folder / "fabric.ckpt", {**state, "step": step})
+    return ended(strategy, model)
 
 
 def require_resumed(rank: int, train: Any, folder: Path) -> None:

@@ -27,24 +27,30 @@ from tests.tools import command
 from tests.tools.command import not_refused_with
 from tests.tools.simulated import Net
 
+STRATEGY, MODULES = "StreamingDiLoCoStrategy", "tests.tools.simulated"
+LARGE = (f"lightning_sdiloco.{STRATEGY}", "tests.large.models.Large", "tests.large.models.Data")
 OURS = {
-    "lightning.pytorch": ("lightning_sdiloco.StreamingDiLoCoStrategy", "Net", "Data"),
-    "pytorch_lightning": ("lightning_sdiloco.pytorch_lightning.StreamingDiLoCoStrategy", "OtherNet", "OtherData"),
+    "lightning.pytorch": (LARGE[0], f"{MODULES}.Net", f"{MODULES}.Data"),
+    "pytorch_lightning": (
+        f"lightning_sdiloco.pytorch_lightning.{STRATEGY}",
+        f"{MODULES}.OtherNet",
+        f"{MODULES}.OtherData",
+    ),
 }
 CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
 
 
-def write(folder: Path, distribution: str = "lightning.pytorch", **trainer: Any) -> str:
-    """The file of a LightningCLI."""
-    strategy, net, data = OURS[distribution]
+def write(folder: Path, kind: str = "lightning.pytorch", **trainer: Any) -> str:
+    """The file of a LightningCLI, for a distribution or a large model."""
+    strategy, net, data = OURS.get(kind, LARGE)
     own = {"accelerator": "cpu", "max_steps": 30, "strategy": {"class_path": strategy, "init_args": CHOICES}}
     off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     config = {
         "seed_everything": 3,
         "trainer": {**own, **off, **trainer},
-        "model": {"class_path": f"tests.tools.simulated.{net}"},
-        "data": {"class_path": f"tests.tools.simulated.{data}"},
+        "model": {"class_path": net, "init_args": {} if kind in OURS else {"kind": kind}},
+        "data": {"class_path": data},
     }
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -90,24 +96,27 @@ def real(rank: int, world_size: int, distribution: str, arguments: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("distribution", "groups", "compression", "trainer"),
+    ("kind", "groups", "compression", "trainer"),
     [
         ("lightning.pytorch", 3, "fp4", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ("pytorch_lightning", 2, "fp32", {"precision": "bf16-mixed"}),
+        pytest.param("deep", 3, "sparse", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large),
+        pytest.param("normed", 3, "int4", {"max_steps": 9, "val_check_interval": 4}, marks=pytest.mark.large),
     ],
 )
 def test_the_simulator_gives_the_losses_of_real_processes(
-    distribution: str, groups: int, compression: str, trainer: dict[str, Any], tmp_path: Path
+    kind: str, groups: int, compression: str, trainer: dict[str, Any], tmp_path: Path
 ) -> None:
-    file = write(tmp_path, distribution, **trainer)
+    file = write(tmp_path, kind, **trainer)
     arguments = [f"--config={file}", f"--trainer.strategy.init_args.compression={compression}"]
-    expected = run_processes(real, groups, distribution, arguments)
+    distribution = kind if kind in OURS else "lightning.pytorch"
+    expected = run_processes(real, groups, distribution, arguments, timeout=110.0)
     result = simulated(file, groups, compression=compression)
     assert losses(result) == [rank["losses"] for rank in expected]
     assert len({tuple(group.losses) for group in result.groups}) == groups, "each has its own part of the data"
     for rank, group in zip(expected, result.groups, strict=True):
         assert group.bytes_sent == rank["report"]["bytes_sent"] > 0
-        assert group.inner_steps == 30
+        assert group.inner_steps == trainer.get("max_steps", 30)
         assert all(torch.equal(result.outer[name], values) for name, values in rank["outer"].items())
     logged = [validation.metrics["val_loss"] for validation in result.validations]
     assert logged == pytest.approx(expected[0]["validations"], rel=1e-6)
