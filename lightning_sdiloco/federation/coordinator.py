@@ -730,7 +730,8 @@ class Coordinator:
                     counted = self.statistics[out.site]
                     counted.not_finite += out.reason == "not finite"
                     counted.too_long += out.reason == "too long"
-                    log.warning("round %d of fragment %d leaves out %s", record.round, record.fragment, out)
+                    told = record.round, record.fragment, out.site, out.reason
+                    log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
                 self._tell(Event("record", {}, record.to_bytes()))
                 self._call(record.fragment)
             if self._ledger:

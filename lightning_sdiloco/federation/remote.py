@@ -7,7 +7,6 @@ does not grow with its ranks, and neither does what it fetches: `places_of` give
 rank.
 """
 
-import itertools
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -83,7 +82,6 @@ class HubConnection:
         self._outbox: dict[int, tuple[Contribution, Mapping[str, Bytes]]] = {}
         self._sending: set[Contribution] = set()
         self._begun: set[Contribution] = set()
-        self._refusals: set[str] = set()
         self._early: dict[str, tuple[int, int, Future[Bytes]]] = {}
         self._told: list[Told] = []
         self._error: Exception | None = None
@@ -106,18 +104,18 @@ class HubConnection:
 
     def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
         """Asks until there is an answer, for some seconds; while the name is in use, for as long as a dead one is."""
-        began, told = self.now(), ""
-        for tries in itertools.count():
+        began, told, tries = self.now(), "", 0
+        while True:
             try:
                 return ask()
             except HubError as error:
                 if isinstance(error, Busy) and self.now() > began + _LONGEST_LEASE:
                     raise Refused(str(error)) from error
-                if self.now() > began + seconds or not self._client.pause(self._closed, min(tries, 2)):
+                if self.now() > began + seconds or not self._client.pause(self._closed, tries):
                     raise ExchangeError(f"A rank of {self.site} has not reached the hub: {error}{advice}") from error
                 if str(error) != told:
                     log.warning("%s waits for its hub: %s", self.site, told := str(error))
-        raise AssertionError("it asks until there is an answer, or an error")
+                tries = min(tries + 1, 2)
 
     def agree(self, run_config: RunConfig) -> RunConfig:
         def ask() -> RunConfig:
@@ -286,16 +284,8 @@ class HubConnection:
                 except Refused as error:
                     is_refused = True
                     # Where another rank sends, the first one may have to say hello first.
-                    level = logging.INFO if self._rank or str(error) in self._refusals else logging.WARNING
-                    self._refusals.add(str(error))
-                    log.log(
-                        level,
-                        "%s: round %d of fragment %d was not taken: %s",
-                        self.site,
-                        own.round,
-                        own.fragment,
-                        error,
-                    )
+                    level, told = logging.INFO if self._rank or tries else logging.WARNING, (own.round, own.fragment)
+                    log.log(level, "%s: round %d of fragment %d was not taken: %s", self.site, *told, error)
                     self._submit("calls", self._call, "hello", self.words[0])
                 if not self._client.pause(self._closed if is_refused else nudge, tries):
                     return
@@ -380,7 +370,8 @@ class HubConnection:
 
     def _get(self, payload: Payload) -> Bytes:
         """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
-        for tries in itertools.count():
+        tries = 0
+        while True:
             try:
                 blob = self._client.get(payload.key, payload.size)
                 self._away_since = None
@@ -389,7 +380,7 @@ class HubConnection:
                 self._missed(error)
                 if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed, tries):
                     raise
-        raise AssertionError("it asks until the blob is here, or an error")
+                tries += 1
 
     def _give(self, request: str, header: StateHeader, parts: Sequence[Bytes]) -> None:
         named = [Payload(key_of(part), memoryview(part).nbytes) for part in parts]

@@ -85,9 +85,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Any]
 
 PROTOCOL = 3  # version of the messages
-OLDEST = (
-    2  # that of the oldest site that this hub understands, so that the hub of a run is updated first, then its sites
-)
+OLDEST = 3  # that of the oldest site that a hub understands: the hub of a run is updated first, and then its sites
 CHUNK = 256 << 10  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
 MAX_HEADER = 64 << 10
 MAX_MESSAGE = 8 + MAX_HEADER + CHUNK  # gRPC refuses a larger one by its length, before it takes memory

@@ -210,6 +210,13 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         patch.setattr(client, "PROTOCOL", 0)
         with pytest.raises(Refused, match="update the older side"):
             served.client("site-a").call("ping")
+    with monkeypatch.context() as patch:
+        # The hub is updated first.
+        patch.setattr(keys_module, "PROTOCOL", PROTOCOL + 1)
+        assert served.client("site-a").call("ping", body=b"older") == ({}, b"older")
+        patch.setattr(client, "PROTOCOL", PROTOCOL + 2)
+        with pytest.raises(Refused, match="a hub before its sites"):
+            served.client("site-a").call("ping")
 
 
 def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served) -> None:
