@@ -238,7 +238,8 @@ def test_a_job_that_is_a_site_returns_from_its_checkpoint_and_the_other_site_doe
         play.finish()
     told = Told.of(tmp_path, "ab")
     assert examined(told, BATCH)["problems"] == []
-    assert [note["site"] for note in told.hub if note["what"] == "hello"].count("a") == 2
+    # Where more rounds closed meanwhile than are kept, it says hello once more with the state that it fetched.
+    assert len({note["incarnation"] for note in told.hub if note["what"] == "hello" and note["site"] == "a"}) == 2
     assert len({incarnation for note in told.records() for site, incarnation, _ in note["counted"] if site == "a"}) == 2
     # It went on from what it had saved.
     (_, again), steps = training(), told.steps("a")
