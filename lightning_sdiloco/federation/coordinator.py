@@ -50,7 +50,7 @@ from lightning_sdiloco.federation.messages import (
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
 from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, RunConfig, Terms
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
-from lightning_sdiloco.federation.wire import Busy, Header, HubError, Missing, NoSpace
+from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
 
 log = logging.getLogger(__name__)
 
@@ -136,6 +136,7 @@ class Coordinator:
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
         self._requests: dict[str, StateRequest] = {}
+        self._called: dict[int, Call] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
         self._snapshot_at = clock()
         self._backing_up: set[str] = set()
@@ -642,7 +643,7 @@ class Coordinator:
             ]
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
             self._snapshots, self.trouble = kept, None
-            self._ledger = self._opened()
+            self._ledger, self._called = self._opened(), {}
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
         self._wake()
         return count
@@ -748,10 +749,12 @@ class Coordinator:
         return None
 
     def _call(self, fragment: int | None = None, own: Contribution | None = None) -> None:
-        """Tells all for which rounds to launch, of one fragment or all."""
+        """Tells all for which rounds to launch, once, and of large payloads that can be fetched before they count."""
+        is_large = own is not None and any(payload.size > CHUNK for payload in own.payloads)
         for call in self.ledger.calls():
-            if fragment in (None, call.fragment):
-                self._tell(event_of(Called(call, own)))
+            if fragment in (None, call.fragment) and (is_large or call != self._called.get(call.fragment)):
+                self._called[call.fragment] = call
+                self._tell(event_of(Called(call, own if is_large else None)))
 
 
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:

@@ -37,17 +37,16 @@ from lightning_sdiloco.federation.messages import (
     said_in,
 )
 from lightning_sdiloco.federation.run_config import RunConfig, Terms
-from lightning_sdiloco.federation.wire import Busy, Header, HubError, HubUnreachable
+from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, HubUnreachable
 
 log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
 _FIRST = 60.0  # seconds after which a hub that was never there is given up
 _LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
-_SMALL = 256 << 10  # bytes that travel over one connection
 _UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
 # What is small does not wait behind what is large, nor a state behind payloads, nor a word for a hub that is gone.
-_THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "small": 32, "large": 8, "states": 32}
+_THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
 
 
 def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
@@ -155,11 +154,11 @@ class HubConnection:
             self._begun = {own for own in self._begun if own in outstanding}
 
     def prefetch(self, own: Contribution) -> None:
-        """Begins to fetch payloads that will be needed if they count."""
+        """Begins to fetch large payloads that will be needed if they count."""
         if own.site != self.site and not self._closed.is_set():
             with self._changed:
                 for payload in self._wanted(own):
-                    if payload.key not in self._early:
+                    if payload.size > CHUNK and payload.key not in self._early:
                         self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
     def _wanted(self, own: Contribution) -> list[Payload]:
@@ -344,18 +343,22 @@ class HubConnection:
             self._told.append(told)
             self._changed.notify_all()
 
-    def _blobs(self, payloads: Sequence[Payload], pool: str = "") -> dict[str, Bytes] | None:
-        """Returns blobs, all of which are fetched at the same time; None if some of it is gone."""
+    def _blobs(self, payloads: Sequence[Payload], pool: str = "large") -> dict[str, Bytes] | None:
+        """Returns blobs: the small ones come in one stream, the others at the same time; None if some of it is gone."""
         with self._changed:
             here = {key: blob for _, blobs in self._outbox.values() for key, blob in blobs.items()}
+            wanted = [one for one in dict.fromkeys(payloads) if one.key not in here]
+            small = [one for one in wanted if one.size <= CHUNK]
             futures = {
                 one.key: early[2]
                 if (early := self._early.get(one.key)) and not (early[2].done() and early[2].exception())
                 else self._begin(one, pool)
-                for one in dict.fromkeys(payloads)
-                if one.key not in here
+                for one in wanted
+                if one.size > CHUNK
             }
         try:
+            if small:
+                here |= self._insistently(lambda: self._client.get_small(small))
             return {one.key: futures[one.key].result() if one.key in futures else here[one.key] for one in payloads}
         except (HubUnreachable, CancelledError):
             # It is told again on the next connection.
@@ -364,18 +367,17 @@ class HubConnection:
             log.warning("a payload cannot be had: %s", error)
             return None
 
-    def _begin(self, payload: Payload, pool: str = "") -> "Future[Bytes]":
-        pool = pool or ("small" if payload.size <= _SMALL else "large")
-        return self._pools[pool].submit(self._get, payload)
+    def _begin(self, payload: Payload, pool: str = "large") -> "Future[Bytes]":
+        return self._pools[pool].submit(self._insistently, lambda: self._client.get(payload.key, payload.size))
 
-    def _get(self, payload: Payload) -> Bytes:
-        """Fetches a blob, again where a connection broke; what is told again on a new one is fetched again."""
+    def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
+        """Fetches again where a connection broke; what is told again on a new one is fetched again."""
         tries = 0
         while True:
             try:
-                blob = self._client.get(payload.key, payload.size)
+                came = fetch()
                 self._away_since = None
-                return blob
+                return came
             except HubUnreachable as error:
                 self._missed(error)
                 if not self._let_in or self._closed.is_set() or not self._client.pause(self._closed, tries):

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -294,8 +294,11 @@ class Hub:
         return upload
 
     def _get(self, message: bytes, context: Any) -> Iterator[bytes]:
-        """Sends the size of a blob, and then a part of it."""
-        _, header, _, _ = self._asked("get", message, context)
+        """Sends the size of a blob, and then a part of it; or several small ones, one behind the other."""
+        _, header, _, keys = self._asked("get", message, context)
+        if keys:
+            yield from self._together([keys[at : at + 32].hex() for at in range(0, len(keys), 32)])
+            return
         key = checked_key(header.get("key"))
         size = self.store.size(key)
         start = checked_size(header.get("start", 0), size, "part")
@@ -303,6 +306,17 @@ class Hub:
         yield pack({"size": size})
         for at in range(start, end, CHUNK):
             yield self.store.read(key, at, min(at + CHUNK, end))
+
+    def _together(self, keys: Sequence[str]) -> Iterator[bytes]:
+        waiting = bytearray()
+        for key in map(checked_key, keys):
+            if (size := self.store.size(key)) > CHUNK:
+                raise Refused(f"a blob of {size:,} bytes is fetched on its own.")
+            waiting += self.store.read(key, 0, size)
+            if len(waiting) >= CHUNK:
+                yield bytes(waiting[:CHUNK])
+                del waiting[:CHUNK]
+        yield bytes(waiting)
 
     # Words
 

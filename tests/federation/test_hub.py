@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -238,15 +238,15 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     world.join("a", "b")
     world.rounds(1)
     quiet, failed = world.sites["b"], list[str]()
-    get = quiet.connection._client.get
+    get = quiet.connection._client.get_small
 
-    def fails_first(key: str, size: int) -> Any:
+    def fails_first(wanted: Sequence[Payload]) -> Any:
         if not failed:
-            failed.append(key)
+            failed.append(wanted[0].key)
             raise HubUnreachable("a connection for payloads broke.")
-        return get(key, size)
+        return get(wanted)
 
-    quiet.connection._client.get = fails_first
+    quiet.connection._client.get_small = fails_first
     world.run(lambda: failed)
     world.more(1)
     assert quiet.welcomes == 1
@@ -257,6 +257,21 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     until(lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2)
     world.service.close()
     until(lambda: any(isinstance(told, Lost) for told in unread), 5.0)
+
+
+def test_a_round_costs_each_site_one_stream_and_two_words_however_many_sites_there_are(world: World) -> None:
+    world.terms = replace(TERMS, grace=60.0, lease=60.0)
+    service, streams, told = world.start(sites=4), list[Sequence[str]](), list[str]()
+    together, tell = service._together, service.coordinator._tell
+    service._together = lambda keys: (streams.append(keys), together(keys))[1]
+    service.coordinator._tell = lambda event, to=None: (told.append(event.kind), tell(event, to))[1]
+    world.join("a", "b", "c", "site-a")
+    world.rounds(4)
+    records = service.coordinator.ledger.seq
+    assert sum(map(len, streams)) > 2 * len(streams)
+    assert len(streams) <= 4 * records
+    assert told.count("record") == records
+    assert records <= told.count("call") <= records + TERMS.fragments
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(

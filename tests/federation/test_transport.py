@@ -22,7 +22,7 @@ from lightning_sdiloco.federation import keys as keys_module
 from lightning_sdiloco.federation.client import HubClient, _checked_parts
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.keys import MAY, ROLES, add_keys, host_of, init_keys, load, revoke_keys
-from lightning_sdiloco.federation.messages import Event
+from lightning_sdiloco.federation.messages import Event, Payload
 from lightning_sdiloco.federation.server import MAX_EVENTS
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import (
@@ -274,6 +274,17 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
     with pytest.raises(Malformed, match=r"has 262,143 bytes, and the hub says 262,144"):
         small.get(key, CHUNK - 1)
     assert small.get(key, CHUNK) == bytes(CHUNK)
+    # Several small ones in one stream, however much of it a message takes.
+    named = [Payload(put(small, blob), len(blob)) for blob in (os.urandom(CHUNK), b"", os.urandom(CHUNK - 1), b"blob")]
+    came = small.get_small([*named, Payload(key, CHUNK)])
+    assert [key_of(came[one.key]) for one in named] == [one.key for one in named]
+    for size, error in ((3, "more than it was asked for"), (5, "ended a stream too early")):
+        with pytest.raises((Refused, HubError), match=error):
+            small.get_small([Payload(named[-1].key, size)])
+    with pytest.raises(Missing):
+        small.get_small([*named, Payload(key_of(b"nowhere"), 7)])
+    with pytest.raises(Refused, match="fetched on its own"):
+        small.get_small([Payload(put(small, bytes(CHUNK + 1)), CHUNK + 1)])
 
 
 def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,121 @@
+"""What a round costs the hub: the processor time of its process alone, with 2 to 64 sites.
+
+    python -m benchmarks.hub_rounds [--quick] [--json FILE] [--sites 2,8,64] [--bytes 16384]
+
+Sites without a model contribute payloads of random bytes, with TLS and certificates, and fetch those of the others. All
+of them stand in another process. Heartbeats are in the numbers: one a second of each site.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from typing_extensions import override
+
+from benchmarks import report
+from lightning_sdiloco.federation.client import HubClient
+from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.messages import Record
+from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.run_config import Terms
+from tests.federation.scripted import RUN, ScriptedSite, Values, first_values, run_config
+
+SITES = (2, 4, 8, 16, 32, 64)
+ROUNDS = 5
+TERMS = Terms(fragments=1, sync_every=4, overlap_steps=2, grace=60.0, lease=60.0, guard=None)
+
+
+class LightSite(ScriptedSite):
+    """Contributes random values, and holds what the number of the round says."""
+
+    numbers = np.random.default_rng(0)
+    values = 0
+
+    @override
+    def gradient(self, part: Any) -> np.ndarray:
+        return self.numbers.standard_normal(self.values).astype(np.float32)
+
+    @override
+    def stepped(self, record: Record, old: Values, payloads: Sequence[Any]) -> Values:
+        return Values(old.outer + 1, old.momentum, record.key)
+
+
+def processor_time(process: "subprocess.Popen[str]") -> float:
+    """Returns the seconds for which a process has had a processor."""
+    user, system = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(sites: int, size: int, rounds: int) -> dict[str, float]:
+    """Returns the hub's seconds a round, of its processor and by the clock."""
+    with tempfile.TemporaryDirectory() as folder:
+        keys, names = Path(folder, "keys"), [f"site-{number:02d}" for number in range(sites)]
+        init_keys(keys, RUN)
+        for name in names:
+            add_keys(keys, name, "site")
+        command = [sys.executable, "-m", "benchmarks.hub_rounds", "--serve", folder, str(sites)]
+        hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert hub.stdout is not None
+        port, own = int(hub.stdout.readline()), run_config(TERMS)
+
+        def joins(name: str) -> LightSite:
+            client = HubClient(f"127.0.0.1:{port}", RUN, name, keys=keys, channels=1)
+            connection = HubConnection(client)
+            site = LightSite(connection, connection.agree(own), [first_values(0)])
+            site.values = size // 4
+            connection.hello(site.follower)
+            return site
+
+        with ThreadPoolExecutor(8) as pool:
+            joined = list(pool.map(joins, names))
+        began: tuple[float, float] = (0.0, 0.0)
+        for number in (1, 1 + rounds):
+            began = processor_time(hub), time.monotonic()
+            while min(site.rounds[0] for site in joined) < number:
+                for site in joined:
+                    site.step()
+                time.sleep(0.01)
+        spent, seconds = processor_time(hub) - began[0], time.monotonic() - began[1]
+        for site in joined:
+            site.connection.close(0)
+        hub.communicate(timeout=60)
+    return {"sites": sites, "processor": spent / rounds, "seconds": seconds / rounds}
+
+
+def serve(folder: str, sites: str) -> None:
+    """Is the hub, until its input ends."""
+    from lightning_sdiloco.federation.server import HubService
+
+    hub = HubService(RUN, Path(folder, "hub.sqlite"), int(sites), "127.0.0.1:0", keys=Path(folder, "keys"))
+    hub.start()
+    print(hub.port, flush=True)
+    sys.stdin.read()
+    hub.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--serve"]:
+        serve(*words[1:])
+        return
+    parser = report.parser(__doc__)
+    parser.add_argument("--sites", default=",".join(map(str, SITES)), help="how many, in turn")
+    parser.add_argument("--bytes", type=int, default=16 << 10, help="of a payload")
+    options = parser.parse_args(words)
+    chosen = [int(one) for one in options.sites.split(",")]
+    rows = [measure(sites, options.bytes, ROUNDS) for sites in (chosen[:1] if options.quick else chosen)]
+    table = [[f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"] for row in rows]
+    report.show("A round at the hub", ["sites", "its processor, s", "a round takes, s"], table)
+    headline = {f"{row['sites']} sites: s of the hub's processor": row["processor"] for row in rows}
+    report.write(options.json, headline, report.measured("hub_rounds", options.quick), rows=rows)
+
+
+if __name__ == "__main__":
+    main()
