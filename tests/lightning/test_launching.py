@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits, sharded
 from tests.bits import same
 from tests.fits import LIGHTNING, Announced, refusal, said_by
-from tests.lightning.test_checkpoint import CHOICES, assert_same, traced, unequal
+from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, traced
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
@@ -276,19 +276,15 @@ def run(
         trainer.fit(model, loader, Announced((0, 0, 1), 3) if validates else None, ckpt_path=resume)
     except BaseException as error:
         ended = type(error).__name__
-    outer = strategy.outer_state_dict() if model.trace and not ended else {}
-    return {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step), "outer": outer}
+    told = {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step)}
+    if model.trace and not ended:
+        told |= {"outer": strategy.outer_state_dict(), "report": strategy.report()}
+    return told
 
 
 TERMINATED: Signalled = {(1, "training_step", SIGNALLED): [signal.SIGTERM]}
 SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
 TERMINATION = "SIGTERMException"
-
-
-def assert_same_from(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """A fit that goes on after the signal has the bits of one that had none."""
-    assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
-    assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
 
 
 def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
@@ -298,8 +294,7 @@ def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
     assert ended["ended"] == (TERMINATION, ENDED)
     assert list(folder.rglob("*.ckpt")) == [folder / SAVED]
     resumed = run(rank, world_size, folder, resume=folder / SAVED, **of)
-    assert_same_from(resumed, plain)
-    assert_same(resumed["outer"], plain["outer"])
+    assert_resumed(resumed, plain, ENDED)
     assert resumed["ended"] == plain["ended"]
     before = len(ended["said"]) - 1
     told = [*plain["said"][:before], f"save after step {ENDED}", *plain["said"][before:]]
@@ -418,7 +413,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     plain, (first, second, third) = run(rank, 2, tmp_path / "plain"), map(fit, (requeued, after, {}))
     assert [first["ended"], second["ended"]] == [(TERMINATION, ENDED), (TERMINATION, STEPS)]
     assert third["ended"] == ("", STEPS)
-    assert_same_from(second, plain)
+    assert_resumed(second, plain, ENDED, end=STEPS)
     saved = torch.load(newest, weights_only=True)["state_dict"]
     assert_same({name: saved[name] for name in plain["outer"]}, plain["outer"])
     # A crash before the file took its place: the folder alone is no checkpoint.
@@ -531,7 +526,10 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Other numbers of groups, another model, and a model that was trained before; the last Trainer fits longer."""
+    """Other numbers of groups, another model, and one that was trained before; the last Trainer fits longer.
+
+    A callback that then changes the model in one rank fails.
+    """
     numbers, started = (2, 4, 1, 2), []
 
     def made(number: int) -> Any:
@@ -547,11 +545,14 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         return fits.fit(rank, 4, groups, -1, SHORT, trainer_choices=more, **own, inspect=lambda trainer, _: trainer)
 
     def run(rank: int, world_size: int) -> Any:
-        models, fitted = [made(0), made(1), made(2)], []
+        models, fitted, threads = [made(0), made(1), made(2)], [], []
         for groups, model in zip(numbers, [*models, models[0]], strict=True):
             held, trained = held_by(model), fit(rank, model, groups)
             fitted.append((held, trained["outer"]))
             assert trained["inspected"].strategy.topology.num_groups == groups
+            time.sleep(0.2)
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
+        assert threads[3] == threads[2], "the process groups of the first fit were used again"
         trainer = trained["inspected"]
         trainer.fit_loop.max_epochs = 3
         trainer.fit(models[0], fits.batches(rank // 2, rank % 2, 2))
@@ -560,7 +561,15 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)
         assert report["launches"] == report["landings"] > 0
         assert agreed(trainer.strategy.outer_state_dict())
+        trainer.fit_loop.max_epochs = 4
+        trainer.callbacks.append(importlib.import_module(LIGHTNING).callbacks.LambdaCallback(on_train_end=spoil))
+        told = refusal(trainer.fit, models[0], fits.batches(rank // 2, rank % 2, 2), kind=RuntimeError)
+        assert "After training the model differs between ranks" in told
         return fitted
+
+    def spoil(trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.net[0].weight += trainer.global_rank
 
     def alone(rank: int, world_size: int, number: int, held: list[dict[str, Tensor]]) -> Any:
         model = made(number)
