@@ -232,7 +232,7 @@ class Tokens(nn.Module):
 
 
 @in_ranks(4)
-def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through_a_link_to_the_newest_file(
+def test_a_bfloat16_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through_a_link_to_the_newest_file(
     rank: int, tmp_path: Path
 ) -> None:
     def fit(rounds: int = 5, **more: Any) -> Trained:
@@ -240,6 +240,7 @@ def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
         choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "warmup_steps": 3}
         make = partial(traced, inner="muon", net=Tokens)
+        choices["trainer_choices"] = {"precision": "bf16-true"}
         return run_fit(rank, 4, OTHER, 14, make=make, outer_optimizer=outer, **{**choices, **more})
 
     keep = saving(OTHER, tmp_path, every_n_train_steps=6, **{**NEWEST, "save_last": "link"})
@@ -251,6 +252,11 @@ def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through
     assert_resumed(fit(path=tmp_path / "9", warmup_steps=4), plain, 9)
     assert_resumed(fit(path=last), plain, 12)
     assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(fit, 6, path=last)
+    # The file holds the outer model in the dtypes of its parameters, and the folder the float32 values.
+    state, outer = torch.load(last, weights_only=True)["state_dict"], outer_of(plain, 12)
+    assert {values.dtype for values in outer.values()} == {torch.float32}
+    assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
+    assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
     # There is a file for every rank, and removing a checkpoint removes its folder.
     beside = ["9", "9.sdiloco", "last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco", "weights"]
     assert names_in(tmp_path) == beside
@@ -550,13 +556,14 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: 
 
 class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
-        self.gate, self.written = threading.Event(), 0
+        self.gate, self.stands, self.written = threading.Event(), threading.Event(), 0
         self.gate.set()
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         assert self.gate.wait(20)
         super().save_checkpoint(checkpoint, path, storage_options)
         self.written += 1
+        self.stands.set()
 
 
 @in_ranks(2)
@@ -587,27 +594,20 @@ def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
     def killed(rank: int, world_size: int) -> None:
         io = Gated()
 
-        def again(trainer: Any) -> None:
-            save(path)(trainer)
-            deadline = time.monotonic() + 20
-            while rank == 0 and not (io.written == 2 and stands(1)):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            trainer.strategy.barrier()
-
-        def held_back(trainer: Any) -> None:
+        def hold_back(trainer: Any) -> None:
+            assert rank == 1 or io.stands.wait(20)
             io.gate.clear()
             save(path)(trainer)
             save(path)(trainer)
             if rank == 0 and stands(3):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        acts = at({9: save(path), 10: again, 12: held_back})
+        acts = at({10: save(path), 12: hold_back})
         run_fit(rank, world_size, steps=14, callbacks=[acts], trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
 
     def resumed(rank: int, world_size: int) -> None:
-        for step, more in ((10, {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}), (13, {})):
-            assert_resumed(run_fit(rank, world_size, path=path, **more), uninterrupted[rank], step)
+        late: dict[str, Any] = {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}
+        assert_resumed(run_fit(rank, world_size, path=path, **late), uninterrupted[rank], 10)
 
     # Killed with two saves waiting: the file that stands there still has its folder, and the next save tidies up.
     assert "exit code -9" in run_processes(killed, 2, expect_failure=True)[0]
@@ -704,20 +704,3 @@ def test_files_of_your_own_format_on_other_file_systems_and_copies_and_links_can
         assert names_in(folder, "[ls]*") == sorted(stands + [f"{name}.sdiloco" for name in stands])
         for name in stands if folder == copies else [*stands, "only.ckpt"]:
             assert save_folder(folder / name)
-
-
-@in_ranks(2)
-def test_files_hold_the_outer_model_in_the_dtypes_of_its_parameters_and_folders_the_float32_values(
-    rank: int, tmp_path: Path
-) -> None:
-    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return self.loss(tuple(part.bfloat16() for part in parts))  # type: ignore[no-any-return]
-
-    path, make = tmp_path / "21.ckpt", partial(traced, training_step=training_step)
-    halved = partial(run_fit, rank, 2, make=make, trainer_choices={"precision": "bf16-true"})
-    saved = halved(callbacks=[at({21: save(path)})])
-    state, outer = torch.load(path, weights_only=True)["state_dict"], outer_of(saved, 21)
-    assert {values.dtype for values in outer.values()} == {torch.float32}
-    assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
-    assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
-    assert_resumed(halved(path=path), saved, 21)

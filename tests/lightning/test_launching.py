@@ -481,15 +481,15 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
         numbers = trainer.world_size, trainer.global_rank, trainer.strategy.topology.num_groups
         return numbers, trainer.strategy.distributed_sampler_kwargs, getattr(trainer.strategy.launcher, "procs", [])
 
-    def run(rank: int, world_size: int, knows: bool) -> Any:
-        known = {"devices": "auto", "plugins": [fits.environment_that_knows(distribution)]} if knows else {}
+    def run(rank: int, world_size: int) -> Any:
+        known = {"devices": "auto", "plugins": [fits.environment_that_knows(distribution)]}
         more: dict[str, Any] = {"trainer_choices": known, "make": make, "inspect": inspect}
         return fits.fit(rank, world_size, 2, 6, {**SHORT, **sizes}, distribution, **more)
 
-    ranks = run_processes(run, 2 * size, True, ranks_per_node=size**2)
+    ranks = run_processes(run, 2 * size, ranks_per_node=size**2)
     expected = [((2 * size, rank, 2), {"num_replicas": 2 * size, "rank": rank}, []) for rank in range(2 * size)]
     assert [own["inspected"] for own in ranks] == expected
-    assert all(same(own["outer"], ranks[0]["outer"]) for own in (*ranks, *run_processes(run, 2 * size, False)))
+    assert all(same(own["outer"], ranks[0]["outer"]) for own in ranks)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
