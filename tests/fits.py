@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,7 +28,6 @@ def since(version: str) -> pytest.MarkDecorator:
 
 
 def said_by(*names: str) -> list[str]:
-    """What loggers will have said in this process."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -132,30 +130,17 @@ def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """A quiet Trainer of one distribution on the CPU."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return importlib.import_module(distribution).Trainer(**{"accelerator": "cpu", **quiet, **choices})
 
 
 def environment_that_knows(distribution: str = LIGHTNING) -> Any:
     """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
-    base = importlib.import_module(f"{distribution}.plugins.environments").LightningEnvironment
+    base = importlib.import_module(f"{distribution}.plugins.environments").TorchElasticEnvironment
 
     class Knows(base):
-        def world_size(self) -> int:
-            return int(os.environ["WORLD_SIZE"])
-
-        def global_rank(self) -> int:
-            return int(os.environ["RANK"])
-
-        def set_world_size(self, size: int) -> None:
-            pass
-
-        def set_global_rank(self, rank: int) -> None:
-            pass
-
-        def teardown(self) -> None:
-            pass
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            """Whatever the Trainer was told."""
 
     return Knows()
 
@@ -213,7 +198,6 @@ def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: floa
 
 
 def refusal(call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any) -> str:
-    """The message with which a call is refused."""
     with pytest.raises(kind) as caught:
         call(*args, **choices)
     return str(caught.value)

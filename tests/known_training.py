@@ -43,7 +43,6 @@ class LateLane(ThreadBackground):
 
 
 def model_on(device: str) -> nn.Sequential:
-    """Four layers with buffers, the same values every time."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20)) for _ in range(4))).to(device)
 
@@ -87,7 +86,6 @@ class Training:
         move(self.model, self.noise[self.engine.inner_steps])
 
     def keep(self) -> None:
-        """Keeps copies of what the model holds, on the device."""
         self.seen.append([values.clone() for values in floating(self.model)])
 
     def step(self) -> list[Landing]:
@@ -99,7 +97,6 @@ class Training:
         return landings
 
     def trajectory(self) -> list[list[Tensor]]:
-        """All that was kept, on the host."""
         return [[values.cpu() for values in step] for step in self.seen]
 
 
@@ -136,7 +133,6 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
-    """Choices with outer state in memory of the host, or not."""
     return {**choices, "outer_optimizer": replace(choices.get("outer_optimizer", OuterOptimizer()), offload=offload)}
 
 

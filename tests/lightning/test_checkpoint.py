@@ -203,7 +203,6 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
 def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
     rank: int, tmp_path: Path, uninterrupted: list[Trained]
 ) -> None:
-    """It is that of a fit that had finished, which a longer one goes on from."""
     fit, keep = partial(run_fit, rank, 2), saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
     shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
     assert_resumed(shorter, uninterrupted[rank], 0, end=14)
@@ -529,7 +528,6 @@ def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of
 
 
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: Path) -> None:
-    """One file is overwritten and others are saved and removed at every step, until a rank gets SIGKILL."""
     after = random.uniform(0.0, 0.15)
 
     def arm(trainer: Any) -> None:

@@ -187,8 +187,6 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_r
     assert [list(map(torch.equal, expected, predictions)) for predictions in written.values()] == [[True] * 2] * 2
 
 
-# Averages of weights
-
 DECAY = 0.6
 HOOKS = {"should_update", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_train_epoch_start"}
 
@@ -223,7 +221,6 @@ def among(values: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tens
 def fit(
     place: tuple[int, int], distribution: str = LIGHTNING, every: int = 3, then: Any = (), **choices: Any
 ) -> Trained:
-    """Fits with an average, and after some of the steps does something; of the callback it returns what it noted."""
     average = averaging(distribution, update_every_n_steps=every)
     averages: dict[int, dict[str, Tensor]] = {}
 

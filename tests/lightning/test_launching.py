@@ -95,7 +95,6 @@ if __name__ == "__main__" and START:
 
 
 def written(folder: Path, distribution: str = LIGHTNING) -> Path:
-    """A file with the program for one distribution."""
     path, file = folder / "train.py", distribution.replace(".", "_")
     path.write_text(MODEL.replace("{distribution}", distribution).replace("{file}", file))
     return path
@@ -147,9 +146,6 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     assert "taken True" in done.stdout
 
 
-# How they end
-
-
 @contextlib.contextmanager
 def main_process(script: Path, *arguments: str, **environment: str) -> Iterator[ForkProcess]:
     """A script in a session of its own, which has no process left in the end."""
@@ -175,7 +171,6 @@ def until(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 def in_session(session: int | None) -> list[str]:
-    """The processes of a session that have not ended."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -217,8 +212,6 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
     for text in (r"ValueError: Rank [01] on", f"127.0.0.1:{port} is taken by another", "Choose another MASTER_PORT"):
         assert re.search(text, output), output
 
-
-# Signals
 
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
@@ -262,7 +255,6 @@ def run(
     saves: dict[str, Any] | None = None,
     **choices: Any,
 ) -> dict[str, Any]:
-    """Fits in this rank of two groups, and returns what happened."""
     model, size = signalling(rank, signalled or {}, distribution), world_size // 2
     given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
     if given["enable_checkpointing"]:
@@ -288,7 +280,6 @@ TERMINATION = "SIGTERMException"
 
 
 def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
-    """A fit that one rank was told to terminate goes on where it was, and what is due there is done once."""
     plain = run(rank, world_size, folder, **of)
     ended = run(rank, world_size, folder, TERMINATED, **of)
     assert ended["ended"] == (TERMINATION, ENDED)
@@ -380,9 +371,6 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
     assert next(came) > 10
 
 
-# SLURM
-
-
 def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
     """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
     scontrol = folder / "bin" / "scontrol"
@@ -426,9 +414,6 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
 
 
-# How long a signal waits
-
-
 @in_ranks(2)
 def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_path: Path) -> None:
     # Launches are two steps apart, and land five steps later. Only the first steps are measured.
@@ -466,9 +451,6 @@ def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-# Environments that say how many processes there are
-
-
 @pytest.mark.parametrize(("distribution", "size"), [(OTHER, 1), (LIGHTNING, 2)])
 def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution: str, size: int) -> None:
     """Of one rank each, on as many nodes, and of sharded models."""
@@ -495,7 +477,7 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
 SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 SLURM |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "tests"}
-OF_THREE = {"WORLD_SIZE": "3", "RANK": "0"}
+OF_THREE = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
 
 
 def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,9 +502,6 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
 
     for told in run_ranks(run, 2):
         assert re.search("2 processes are connected, .* and the worker groups are made for 1", told)
-
-
-# Further fits in the same processes
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:

@@ -169,8 +169,6 @@ def by_scaler() -> Any:
 
 
 class Loop(NamedTuple):
-    """A kind of training loop."""
-
     make: Make  # The LightningModule, the same on every rank
     trainer: dict[str, Any] = {}
     inner_steps: int = BATCHES  # How many of the batches are inner steps
@@ -225,7 +223,6 @@ LOOPS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def compilers() -> None:
-    """Loads what compiling needs, once and not in every rank."""
     torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
 
 

@@ -43,9 +43,6 @@ def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:
     return home.StreamingDiLoCoMonitor(**choices)
 
 
-# Numbers
-
-
 def landing(**told: Any) -> Landing:
     groups = dict.fromkeys(("group_norms", "counted", "left_out", "outlying"), ())
     own: dict[str, Any] = {"diagnostics": None, "spans": {"transfer": (1.0, 1.5), "land": (9.0, 10.0)}}
@@ -163,7 +160,6 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
     unlimited, said = resource.getrlimit(resource.RLIMIT_FSIZE), said_by("lightning_sdiloco")
 
     def limit(trainer: Any, *_: Any) -> None:
-        """The file of rank 1 has room for a part of a line."""
         if rank == 1 and trainer.global_step in (6, 9):
             room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
@@ -233,9 +229,6 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
         # 32 Mbit in no less than their time on the link: neither what 0.2 seconds would make of it, nor no time at all.
         assert all(math.isnan(rate) or 0.2 < rate < 60 for rate in rates), rates
         assert rank == 1 or all(math.isnan(rate) for rate in rates[:2]), rates
-
-
-# Where they are seen
 
 
 def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validations(tmp_path: Path) -> None:
@@ -318,9 +311,6 @@ def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and
     assert (of_ddp > 0) == (rank == 0)
 
 
-# Records and timeline
-
-
 def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(worlds: dict[int, Any]) -> None:
     run = read_run(worlds[4][0] / "sdiloco")
     assert [rank.rank for rank in run.ranks] == [0, 1, 2, 3]
@@ -370,9 +360,6 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
     # On hosts that keep time, nothing is shifted.
     raw = json.loads((folder / "sdiloco" / "rank_00001.jsonl").read_text().splitlines()[0])
     assert run.ranks[1].starts[0][0] == raw["time"]
-
-
-# The two lines at the start
 
 
 def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(worlds: dict[int, Any]) -> None:

@@ -46,7 +46,6 @@ def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes
 
 @in_ranks(4)
 def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> None:
-    """Each rank sees its share of the data, and after the fit all have the outer model."""
 
     def everything() -> Any:
         fragments = list(strategy.fragments)
