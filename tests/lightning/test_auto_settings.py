@@ -87,9 +87,7 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_a_slow_link_gets_the_planners_other_choice_is_told_and_resumed_and_the_run_is_bit_for_bit_one_with_it(
-    rank: int, tmp_path: Path
-) -> None:
+def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(rank: int, tmp_path: Path) -> None:
     def run(choices: dict[str, Any], resume: Path | None = None, **more: Any) -> Any:
         torch.manual_seed(rank)
         given: dict[str, Any] = {"loader": Announced((rank, 0, 1), 200), "resume": resume, "trainer_choices": more}

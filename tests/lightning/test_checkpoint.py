@@ -170,9 +170,7 @@ def uninterrupted() -> list[Trained]:
 
 
 @in_ranks(2)
-def test_a_fit_resumed_from_any_step_gives_the_same_bits(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_a_fit_resumed_at_any_step_has_the_same_bits(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     """Also with the other distribution. A file takes its place in one step, wherever temporary files lie."""
     plain, fit = uninterrupted[rank], partial(run_fit, rank, 2)
     moved: list[str] = []
@@ -200,9 +198,7 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
 
 
 @in_ranks(2)
-def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_only_the_newest_checkpoint_may_be_resumable(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     fit, keep = partial(run_fit, rank, 2), saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
     shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
     assert_resumed(shorter, uninterrupted[rank], 0, end=14)
@@ -231,9 +227,7 @@ class Tokens(nn.Module):
 
 
 @in_ranks(4)
-def test_a_bfloat16_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through_a_link_to_the_newest_file(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_file(rank: int, tmp_path: Path) -> None:
     def fit(rounds: int = 5, **more: Any) -> Trained:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
@@ -268,9 +262,7 @@ def test_a_bfloat16_transformer_with_muon_a_schedule_a_guard_and_clipping_resume
 
 
 @in_ranks(3)
-def test_a_group_of_three_adds_gradients_in_the_same_order_whatever_ddp_does_or_says_that_it_may_not(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_resumed_group_of_three_adds_gradients_in_the_same_order_or_says_so(rank: int, tmp_path: Path) -> None:
     said = fits.said_by("lightning_sdiloco")
     ways: list[dict[str, Any]] = [{}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}, {"static_graph": True}]
     for way, ddp_kwargs in enumerate(ways):
@@ -337,9 +329,7 @@ def logging_module(distribution: str, seed: int) -> Any:
 
 
 @in_ranks(2)
-def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_on_them_goes_on(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, distribution: str, tmp_path: Path) -> None:
     callbacks = importlib.import_module(distribution).callbacks
 
     def run(bound: dict[str, int], resume: str | None = None) -> Trained:
@@ -377,9 +367,7 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_
 
 
 @in_ranks(4)
-def test_lightnings_own_test_models_are_fitted_validated_tested_used_and_read_where_the_package_is_not(
-    rank: int, tmp_path: Path, distribution: str
-) -> None:
+def test_lightnings_models_work_and_are_read_without_the_package(rank: int, tmp_path: Path, distribution: str) -> None:
     classes = importlib.import_module(f"{distribution}.demos.boring_classes")
     for module, groups in ((classes.BoringDataModule(), 4), (classes.BoringDataModuleNoLen(), 2)):
         strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
@@ -462,9 +450,7 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: i
 
 
 @in_ranks(2)
-def test_what_is_named_after_an_exception_still_stands_and_the_strategy_can_be_used_again(
-    rank: int, tmp_path: Path
-) -> None:
+def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_works(rank: int, tmp_path: Path) -> None:
     acts = {5: save(tmp_path / "a.ckpt"), 6: save(tmp_path / "b.ckpt")}
     acts[7] = lambda trainer: trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
     linked = saving(LIGHTNING, tmp_path / "kept", every_n_train_steps=6, save_last="link", save_top_k=1)
@@ -500,9 +486,7 @@ def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_p
 
 
 @in_ranks(2)
-def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of_the_checkpoint(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(rank: int, tmp_path: Path) -> None:
     """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which is rank 0's."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -565,9 +549,7 @@ class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
 
 
 @in_ranks(2)
-def test_what_is_removed_before_its_turn_is_not_written_late_and_the_plugin_is_given_back(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_what_is_removed_early_is_not_written_late(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     io = Gated()
     gates = at({2: lambda trainer: io.gate.clear(), 6: lambda trainer: io.gate.set()})
     keep = [gates, *saving(LIGHTNING, tmp_path, every_n_train_steps=1, **NEWEST)]
@@ -580,9 +562,7 @@ def test_what_is_removed_before_its_turn_is_not_written_late_and_the_plugin_is_g
         assert_whole(tmp_path / "step=8.ckpt")
 
 
-def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
-    tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_an_older_folder_stays_until_a_later_file_stands(tmp_path: Path, uninterrupted: list[Trained]) -> None:
     path = tmp_path / "only.ckpt"
 
     def stands(saves: int) -> bool:
@@ -660,9 +640,7 @@ class Elsewhere(LocalFileSystem):
 
 @not_in_the_oldest
 @in_ranks(2)
-def test_files_of_your_own_format_on_other_file_systems_and_copies_and_links_can_be_resumed(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_files_of_any_format_and_place_can_be_resumed(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
     link, copies, boxed = tmp_path / "link.ckpt", tmp_path / "copies", tmp_path / "boxed"
 

@@ -58,9 +58,7 @@ def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
 
 
 @in_ranks(4, timeout=110.0)
-def test_validation_in_a_fit_leaves_all_as_it_was_agrees_on_all_ranks_and_with_the_last_checkpoint(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distribution: str, tmp_path: Path) -> None:
     """Local parameters, statistics of BatchNorm and inner optimizer state, before every step; so does an average."""
     callbacks = importlib.import_module(distribution).callbacks
     loader, average = SomeBatches(rank, 2), callbacks.EMAWeightAveraging(decay=0.6)
@@ -107,9 +105,7 @@ def test_validation_in_a_fit_leaves_all_as_it_was_agrees_on_all_ranks_and_with_t
 
 
 @in_ranks(2)
-def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoints_hold_the_outer_one(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distribution: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
         fits.strategy(distribution, evaluate="inner")
     local: list[dict[str, Tensor]] = []
@@ -142,9 +138,7 @@ def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoi
 
 
 @in_ranks(2)
-def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_rank_writes_its_predictions(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_evaluating_around_fits_overwrites_nothing_and_predicts(rank: int, distribution: str, tmp_path: Path) -> None:
     written: dict[str, list[Tensor]] = {"batches": [], "epoch": []}
 
     class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):
@@ -240,9 +234,7 @@ def stop(trainer: Any) -> None:
 
 
 @in_ranks(2, timeout=110.0)
-def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_training_and_resumes(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
     place = rank, 2
     plain = run_fit(*place, distribution=distribution)
     saved = fit(place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)})
@@ -338,9 +330,7 @@ class Counting(nn.Linear):
 
 
 @in_ranks(2)
-def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the_rank(
-    rank: int, tmp_path: Path
-) -> None:
+def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(rank: int, tmp_path: Path) -> None:
     for precision in ("64-true", "bf16-true", "bf16-mixed"):
         choices = {"callbacks": [averaging()], "trainer_choices": {"precision": precision}}
         assert agreed(run_fit(rank, 2, steps=15, **choices)["model"]), precision

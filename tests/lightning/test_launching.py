@@ -293,9 +293,7 @@ def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
 
 
 @in_ranks(4)
-def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_terminated_fit_goes_on_as_if_nothing_had_happened(rank: int, tmp_path: Path) -> None:
     assert_goes_on(rank, 4, tmp_path, distribution="pytorch_lightning")
 
 
@@ -342,9 +340,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
 
 
 @in_ranks(2)
-def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(
-    rank: int, tmp_path: Path
-) -> None:
+def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_resumed_one(rank: int, tmp_path: Path) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
     for step, saves in ((16, {"every_n_train_steps": 16}), (ENDED, {"save_on_exception": True})):
         ended = run(rank, 2, tmp_path, TERMINATED, saves={"filename": "{step}", **saves})

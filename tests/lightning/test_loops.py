@@ -392,9 +392,7 @@ def test_a_communication_hook_of_ddp_stays_in_the_group(rank: int) -> None:
 
 
 @in_ranks(1)
-def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def training_step(self: Any, parts: Any, index: int) -> Any:
         self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
         loss = self.loss(parts)

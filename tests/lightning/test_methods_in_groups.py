@@ -77,9 +77,7 @@ def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tenso
     return {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
 
 
-def test_groups_that_share_a_sharded_model_do_what_the_simulation_does_and_on_a_route_save_the_mean_and_resume(
-    tmp_path: Path,
-) -> None:
+def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(tmp_path: Path) -> None:
     expected = in_simulation(sharded.even)
 
     def play(rank: int, world_size: int) -> list[str]:

@@ -121,9 +121,7 @@ def test_the_ranks_of_a_group_add_up_what_they_see_of_their_shards(worlds: dict[
 
 
 @in_ranks(2)
-def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_right(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_path: Path) -> None:
     policies = {"schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()}
     true = time.time
     for name, choices, shift in (
@@ -276,9 +274,7 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
 
 
 @in_ranks(2)
-def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and_rich_in_a_line_more_than_with_ddp(
-    rank: int, distribution: str
-) -> None:
+def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(rank: int, distribution: str) -> None:
     callbacks = importlib.import_module(f"{distribution}.callbacks")
 
     def fitted(bar: Any, strategy: Any) -> tuple[list[dict[str, Any]], int]:

@@ -24,9 +24,7 @@ STALLED_AT, STALL_SECONDS = 30, 2.0
 
 
 @in_ranks(4)
-def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, distribution: str, tmp_path: Path) -> None:
     """With everything on that Lightning would broadcast at every batch, and all that a batch may gather."""
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
@@ -81,9 +79,7 @@ def test_a_group_that_stalls_between_launches_keeps_no_other_waiting(
 
 
 @in_ranks(2)
-def test_a_time_limit_stops_all_ranks_after_the_same_inner_step_and_checkpoints_by_time_are_saved_so(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_time_limits_and_saves_by_time_are_those_of_all_ranks(rank: int, distribution: str, tmp_path: Path) -> None:
     def slow(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Any:
         time.sleep(0.02)
         return self.loss(parts)

@@ -134,9 +134,7 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
 
 
 @in_ranks(2)
-def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit_or_nobody_knows(
-    rank: int, distribution: str
-) -> None:
+def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit(rank: int, distribution: str) -> None:
     cases: list[tuple[int, dict[str, Any], bool]] = [
         (5, {"max_steps": 16}, True),
         (2, {"max_steps": 21}, False),  # ten rounds
