@@ -338,15 +338,10 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, dist
         best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
         saves = saving(distribution, folder, every_n_train_steps=1)
         saves += saving(distribution, folder, filename="{epoch}", save_on_train_epoch_end=True)
-        trainer = fits.trainer(
-            distribution,
-            strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, fragments="strided:1"),
-            devices=2,
-            num_sanity_val_steps=0,
-            enable_checkpointing=True,
-            callbacks=[stopping, best, *([] if resume else saves)],
-            **bound,
-        )
+        strategy = fits.strategy(distribution, sync_every=4, overlap_steps=1, fragments="strided:1")
+        given = {"devices": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True, **bound}
+        watching = [stopping, best, *([] if resume else saves)]
+        trainer = fits.trainer(distribution, strategy=strategy, callbacks=watching, **given)
         torch.manual_seed(100 + rank)
         seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
         trainer.fit(model, EveryEpoch((rank, 0, 1), 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))

@@ -128,15 +128,9 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy",
         "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input="".join(f"{cell}\n" for cell in cells),
-        cwd=tmp_path,
-        env=unlaunched(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    about: dict[str, Any] = {"cwd": tmp_path, "env": unlaunched(), "capture_output": True, "text": True}
+    typed = "".join(f"{cell}\n" for cell in cells)
+    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, timeout=100, **about)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = re.findall("fitted (.*)", done.stdout)
     assert first.startswith("True")

@@ -11,17 +11,8 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_sdiloco import (
-    Carry,
-    DropCompute,
-    FastestPairs,
-    RandomPairs,
-    Ring,
-    Selective,
-    StreamingDiLoCoFabricStrategy,
-    StreamingDiLoCoMonitor,
-    TwoShot,
-)
+import lightning_sdiloco
+from lightning_sdiloco import Carry, DropCompute, FastestPairs, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits, sharded
 from tests.engine.groups import Groups, regression
@@ -111,7 +102,7 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
 
     def play(rank: int, world_size: int) -> None:
         for name, choices in METHODS.items():
-            strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
+            strategy = lightning_sdiloco.StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
             fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
             fabric.launch()
             model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
@@ -170,7 +161,10 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
                 loader = Paced(loader, speed=0.5 if rank else 1.0)
             if name == "drop compute":
                 loader = DropCompute(2, budget=inf)(loader)
-                more |= {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))]}
+                more |= {
+                    "accumulate_grad_batches": 2,
+                    "callbacks": [lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path))],
+                }
             given: dict[str, Any] = {"trainer_choices": more, "loader": loader, "inner": "adamw"}
             make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
             own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, make=make, **given)["model"].values()
