@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits, sharded
 from tests.bits import same
 from tests.fits import LIGHTNING, Announced, refusal, said_by
-from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, traced
+from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, saving, traced
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
@@ -246,14 +246,11 @@ def run(
     distribution: str = LIGHTNING,
     length: int = 100,
     validates: bool = False,
-    saves: dict[str, Any] | None = None,
     **choices: Any,
 ) -> dict[str, Any]:
     model, size = signalling(rank, signalled or {}, distribution), world_size // 2
     given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
-    if given["enable_checkpointing"]:
-        how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
-        given["callbacks"] = [importlib.import_module(distribution).callbacks.ModelCheckpoint(**how)]
+    given = {"callbacks": saving(distribution, folder / "checkpoints", save_top_k=0), **given}
     strategy = fits.strategy(distribution, worker_groups=2, **CHOICES)
     trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given)
     loader, ended = Announced((rank // size, rank % size, size), length), ""
@@ -326,7 +323,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
         assert sum("save" in words for words in ended["said"]) == 1, number
         saved = tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"
         assert list((tmp_path / str(number)).rglob("*.ckpt")) == [saved], number
-    unsaved: dict[str, Any] = {"enable_checkpointing": False}
+    unsaved: dict[str, Any] = {"enable_checkpointing": False, "callbacks": []}
     for how in (unsaved, {"fast_dev_run": 30}, {"barebones": True, **unsaved}):
         ended = run(rank, 2, tmp_path / "quiet", TERMINATED, **how)
         assert (ended["ended"], ended["said"]) == ((TERMINATION, ENDED), []), how
@@ -337,7 +334,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
 def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_resumed_one(rank: int, tmp_path: Path) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
     for step, saves in ((16, {"every_n_train_steps": 16}), (ENDED, {"save_on_exception": True})):
-        ended = run(rank, 2, tmp_path, TERMINATED, saves={"filename": "{step}", **saves})
+        ended = run(rank, 2, tmp_path, TERMINATED, callbacks=saving(LIGHTNING, tmp_path, save_top_k=1, **saves))
         resumed = run(rank, 2, tmp_path, resume=tmp_path / f"step={step}.ckpt")
         assert (ended["ended"], resumed["ended"]) == ((TERMINATION, ENDED), ("", STEPS))
         assert min(resumed["trace"]) == step

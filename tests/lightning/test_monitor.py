@@ -23,7 +23,7 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo, StreamingDiLoCoMonitor
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
@@ -36,11 +36,6 @@ from tests.training import LAYERS, inner_optimizer, mlp, train_step
 OTHER = "pytorch_lightning"
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 PAGE = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
-
-
-def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    home = lightning_sdiloco if distribution == LIGHTNING else lightning_sdiloco.pytorch_lightning
-    return home.StreamingDiLoCoMonitor(**choices)
 
 
 def landing(**told: Any) -> Landing:
@@ -107,7 +102,9 @@ def fitted(rank: int, world_size: int, folder: Path) -> Any:
                 landings.extend([landed] if landed.fragment == 0 and landed not in landings else [])
 
     numbers = {"outer_lr": 0.75, "outer_momentum": 0.5, "mixing": 0.25, "compression": "fp32"}
-    watch = monitor(diagnostics=True, timeline=str(folder / "traces" / "trace.json"), folder=str(folder / "sdiloco"))
+    watch = StreamingDiLoCoMonitor(
+        diagnostics=True, timeline=str(folder / "traces" / "trace.json"), folder=str(folder / "sdiloco")
+    )
     choices = {"callbacks": [watch, Look()], "log_every_n_steps": 2}
     fit(rank, world_size, 2, 14, {**SHORT, **numbers}, trainer_choices=choices)
     return [text for text in said if text.startswith("Streaming DiLoCo")], sorted(sent), landings
@@ -131,7 +128,7 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_p
     ):
         plain = fit(rank, 2, 2, 11, {**SHORT, **choices})
         time.time = lambda: true() + shift * rank  # noqa: B023  it is called before the next
-        watching = {"callbacks": [monitor(folder=str(tmp_path / name))]}
+        watching = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path / name))]}
         watched = fit(rank, 2, 2, 11, {**SHORT, **choices}, trainer_choices=watching)
         assert same(plain["outer"], watched["outer"]), name
         assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
@@ -146,9 +143,9 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_p
             assert max(spans["launch"][0], other["launch"][0]) < min(spans["flight"][1], other["flight"][1]) + 1e-6
     settings = ranks[0].about["settings"]
     assert settings | {"mixing": "Carry()", "schedule": repr(Selective())} == settings
-    not_in_all_ranks = {"callbacks": [monitor(folder=str(tmp_path), diagnostics=rank == 0)]}
+    not_in_all_ranks = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path), diagnostics=rank == 0)]}
     assert "diagnostics" in refusal(fit, rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
-    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[monitor()], max_steps=1)
+    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[StreamingDiLoCoMonitor()], max_steps=1)
     assert "the strategy is DDPStrategy" in refusal(of_ddp.fit, fits.module(), [0])
 
 
@@ -165,7 +162,7 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
     assert "holds no records (rank_00000.jsonl and so on). Give the folder" in refusal(read_run, tmp_path)
     # The next start of the run does not suffer from half a line.
     for callbacks in ([pl.callbacks.LambdaCallback(on_train_batch_start=limit)], []):
-        choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
+        choices = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path)), *callbacks]}
         assert fit(rank, 2, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"] == 11
     assert [f"{path} " in text for text in said if "cannot be written" in text] == [True] * rank
     torch.distributed.barrier()
@@ -236,7 +233,7 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
     def run(rank: int, world_size: int) -> None:
         of = importlib.import_module(f"{OTHER}.loggers")
         loggers = [kind(folder, "", "") for kind, folder in ((of.CSVLogger, tmp_path), (of.TensorBoardLogger, board))]
-        watch = monitor(OTHER, diagnostics=True)
+        watch = lightning_sdiloco.pytorch_lightning.StreamingDiLoCoMonitor(diagnostics=True)
         more = {"callbacks": [watch], "logger": loggers, "log_every_n_steps": 2, "val_check_interval": 4}
         loaders = {"loader": fits.SomeBatches(rank, 16), "validation": fits.SomeBatches(0, 2)}
         make = partial(fits.module, validation_step=validation_step)

@@ -1,13 +1,10 @@
 """The strategy in a real Trainer: both distributions, what users read and are told, what is counted and saved."""
 
-import gc
 import importlib
 import inspect
 import logging
 import pickle
 import pydoc
-import threading
-import time
 from itertools import product
 from typing import Any
 
@@ -17,14 +14,12 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
 from tests.bits import same
 from tests.fits import batches, refusal
 from tests.ranks import agreed, in_ranks, run_processes
-from tests.training import mlp
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
@@ -94,23 +89,6 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     other = fits.module(distribution, seed=7 + rank, test_step=lambda self, parts, index: None)
     trainer.test(other, data, verbose=False)
     assert agreed(dict(other.named_parameters()))
-
-
-@in_ranks(1)
-def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
-    def lanes() -> int:
-        return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
-
-    engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
-    for _ in range(6):
-        engine.step()
-    assert lanes() == 3, "one for each stage"
-    del engine
-    gc.collect()
-    deadline = time.monotonic() + 5
-    while lanes() > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert lanes() == 0
 
 
 def test_help_and_command_line_show_every_argument_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
