@@ -40,10 +40,7 @@ Place = tuple[int, int, int]  # Of a rank: its group, its number in the group, a
 
 
 class Stream(IterableDataset):
-    """So many batches of a group, perhaps others in later epochs; a rank of a group of several sees its part of each.
-
-    It can be taken up again in the middle.
-    """
+    """So many batches of a group, perhaps others in later epochs, of which a rank sees its part; it can be resumed."""
 
     draw = staticmethod(batch)
 

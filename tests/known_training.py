@@ -18,6 +18,7 @@ from lightning_sdiloco.engine.flight import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
 from tests.bits import same_bits
 
+Seen = list[list[Tensor]]  # what a model held, time after time
 STEPS = 17
 GROUPS = 2
 SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": "strided:1", "mixing": 0.5}
@@ -137,10 +138,6 @@ def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
 
 
 CHOICES |= {f"{name}, offloaded": offloaded(choices) for name, choices in CHOICES.items()}
-
-
-Seen = list[list[Tensor]]
-"""What a model held, time after time."""
 
 
 def shown_run(training: Training) -> Seen:

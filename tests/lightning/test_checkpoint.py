@@ -134,10 +134,8 @@ def names_in(folder: Path, pattern: str = "*") -> list[str]:
 
 def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """The names of what is not the same, to the bit."""
-    both = actual.keys() & expected.keys()
-    return [
-        name for name in {**actual, **expected} if name not in both or not torch.equal(actual[name], expected[name])
-    ]
+    held = {**actual, **expected}
+    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -229,10 +229,6 @@ def fit(
     return {**trained, "averages": averages}
 
 
-def stop(trainer: Any) -> None:
-    trainer.should_stop = True
-
-
 @in_ranks(2, timeout=110.0)
 def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
     place = rank, 2
@@ -258,7 +254,9 @@ def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribu
         assert_resumed(resumed, saved, step)
         assert_same(resumed["model"], saved["model"])
         assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
-    stopped = fit(place, distribution, every=1, steps=1000, then={16: stop})
+    stopped = fit(
+        place, distribution, every=1, steps=1000, then={16: lambda trainer: setattr(trainer, "should_stop", True)}
+    )
     assert sorted(landed(stopped)) == [13, 15, 16]  # step 16 wanted an update too, and the end is a landing
     expected = expected_average([*landed(stopped).values()])
     assert_same(among(stopped["model"], expected), expected)

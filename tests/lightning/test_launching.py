@@ -492,10 +492,7 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Other numbers of groups, another model, and one that was trained before; the last Trainer fits longer.
-
-    A callback that then changes the model in one rank fails.
-    """
+    """Of other groups, another model, and one that was trained before; a callback that changes the model then fails."""
     numbers, started = (2, 4, 1, 2), []
 
     def made(number: int) -> Any:
