@@ -17,7 +17,8 @@ from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
-LIGHTNING = "lightning.pytorch"
+LIGHTNING, OTHER = "lightning.pytorch", "pytorch_lightning"
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def since(version: str) -> pytest.MarkDecorator:

@@ -26,14 +26,11 @@ from lightning_sdiloco.lightning import monitor
 from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits, sharded
 from tests.bits import same
-from tests.fits import LIGHTNING, Announced, refusal, said_by
+from tests.fits import LIGHTNING, OTHER, SHORT, Announced, refusal, said_by
 from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, saving, traced
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
-
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
-OTHER = "pytorch_lightning"
 
 MODEL = """
 import multiprocessing, sys, time

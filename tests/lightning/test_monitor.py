@@ -28,13 +28,11 @@ from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
 from tests.bits import same
-from tests.fits import LIGHTNING, fit, refusal, said_by
+from tests.fits import LIGHTNING, OTHER, SHORT, fit, refusal, said_by
 from tests.methods import ByNorm
 from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
-OTHER = "pytorch_lightning"
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 PAGE = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
 
 

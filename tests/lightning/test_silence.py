@@ -136,10 +136,9 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
         saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
         more = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
         more |= {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
-        strategy = fits.strategy(distribution, worker_groups=groups, **chosen)
-        trainer, batches = fits.trainer(distribution, strategy=strategy, devices=2, **more), fits.SomeBatches(rank, 6)
-        trainer.fit(model, batches, batches)
-        assert trainer.global_step == 12
+        own: dict[str, Any] = {"make": lambda *_, **__: model, "loader": fits.SomeBatches(rank, 6)}
+        own |= {"validation": own["loader"], "trainer_choices": more}
+        assert fit(rank, 2, groups, -1, chosen, distribution, **own)["report"]["inner_steps"] == 12
 
     def of_fabric(groups: int, in_batches: bool) -> None:
         fabric = Fabric(accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(groups, **chosen))

@@ -18,10 +18,9 @@ from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
 from tests.bits import same
-from tests.fits import batches, refusal
+from tests.fits import SHORT, batches, refusal
 from tests.ranks import agreed, in_ranks, run_processes
 
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
 REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
 
