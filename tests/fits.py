@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +17,8 @@ from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 Trained = dict[str, Any]
-LIGHTNING = "lightning.pytorch"
+LIGHTNING, OTHER = "lightning.pytorch", "pytorch_lightning"
+SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 
 
 def since(version: str) -> pytest.MarkDecorator:
@@ -29,7 +29,6 @@ def since(version: str) -> pytest.MarkDecorator:
 
 
 def said_by(*names: str) -> list[str]:
-    """What loggers will have said in this process."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -42,10 +41,7 @@ Place = tuple[int, int, int]  # Of a rank: its group, its number in the group, a
 
 
 class Stream(IterableDataset):
-    """So many batches of a group, perhaps others in later epochs; a rank of a group of several sees its part of each.
-
-    It can be taken up again in the middle.
-    """
+    """So many batches of a group, perhaps others in later epochs, of which a rank sees its part; it can be resumed."""
 
     draw = staticmethod(batch)
 
@@ -132,30 +128,17 @@ def strategy(distribution: str = LIGHTNING, **choices: Any) -> Any:
 
 
 def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    """A quiet Trainer of one distribution on the CPU."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     return importlib.import_module(distribution).Trainer(**{"accelerator": "cpu", **quiet, **choices})
 
 
 def environment_that_knows(distribution: str = LIGHTNING) -> Any:
     """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
-    base = importlib.import_module(f"{distribution}.plugins.environments").LightningEnvironment
+    base = importlib.import_module(f"{distribution}.plugins.environments").TorchElasticEnvironment
 
     class Knows(base):
-        def world_size(self) -> int:
-            return int(os.environ["WORLD_SIZE"])
-
-        def global_rank(self) -> int:
-            return int(os.environ["RANK"])
-
-        def set_world_size(self, size: int) -> None:
-            pass
-
-        def set_global_rank(self, rank: int) -> None:
-            pass
-
-        def teardown(self) -> None:
-            pass
+        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+            """Whatever the Trainer was told."""
 
     return Knows()
 
@@ -213,7 +196,6 @@ def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: floa
 
 
 def refusal(call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any) -> str:
-    """The message with which a call is refused."""
     with pytest.raises(kind) as caught:
         call(*args, **choices)
     return str(caught.value)

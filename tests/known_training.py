@@ -18,6 +18,7 @@ from lightning_sdiloco.engine.flight import Pending, ThreadBackground, Work
 from lightning_sdiloco.engine.start import default_topology
 from tests.bits import same_bits
 
+Seen = list[list[Tensor]]  # what a model held, time after time
 STEPS = 17
 GROUPS = 2
 SHORT: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": "strided:1", "mixing": 0.5}
@@ -43,7 +44,6 @@ class LateLane(ThreadBackground):
 
 
 def model_on(device: str) -> nn.Sequential:
-    """Four layers with buffers, the same values every time."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20)) for _ in range(4))).to(device)
 
@@ -87,7 +87,6 @@ class Training:
         move(self.model, self.noise[self.engine.inner_steps])
 
     def keep(self) -> None:
-        """Keeps copies of what the model holds, on the device."""
         self.seen.append([values.clone() for values in floating(self.model)])
 
     def step(self) -> list[Landing]:
@@ -99,7 +98,6 @@ class Training:
         return landings
 
     def trajectory(self) -> list[list[Tensor]]:
-        """All that was kept, on the host."""
         return [[values.cpu() for values in step] for step in self.seen]
 
 
@@ -136,15 +134,10 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def offloaded(choices: dict[str, Any], offload: bool = True) -> dict[str, Any]:
-    """Choices with outer state in memory of the host, or not."""
     return {**choices, "outer_optimizer": replace(choices.get("outer_optimizer", OuterOptimizer()), offload=offload)}
 
 
 CHOICES |= {f"{name}, offloaded": offloaded(choices) for name, choices in CHOICES.items()}
-
-
-Seen = list[list[Tensor]]
-"""What a model held, time after time."""
 
 
 def shown_run(training: Training) -> Seen:

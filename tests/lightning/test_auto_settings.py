@@ -2,6 +2,7 @@
 
 import csv
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,6 @@ def net() -> nn.Module:
     return nn.Sequential(*mlp(), nn.BatchNorm1d(3))
 
 
-def made(*args: Any, **choices: Any) -> Any:
-    return module(*args, **choices, net=net())
-
-
 def told(trainer: Any, model: Any) -> dict[str, Any]:
     strategy, settings = trainer.strategy, trainer.strategy.engine.settings
     return {
@@ -60,7 +57,9 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
 
 @in_ranks(2)
 def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
-    trained = fit(rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told, make=made)
+    trained = fit(
+        rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told, make=partial(module, net=net())
+    )
     settings, measured, sent, _ = trained["inspected"].values()
     assert agreed([settings, measured])
     # All candidates with the compression that was given, which the first that suffices has too on a fast link.
@@ -87,13 +86,11 @@ def test_the_compression_is_the_most_exact_one_for_which_the_link_suffices_and_w
 
 
 @in_ranks(2)
-def test_a_slow_link_gets_the_planners_other_choice_is_told_and_resumed_and_the_run_is_bit_for_bit_one_with_it(
-    rank: int, tmp_path: Path
-) -> None:
+def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(rank: int, tmp_path: Path) -> None:
     def run(choices: dict[str, Any], resume: Path | None = None, **more: Any) -> Any:
         torch.manual_seed(rank)
         given: dict[str, Any] = {"loader": Announced((rank, 0, 1), 200), "resume": resume, "trainer_choices": more}
-        return fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=made, **given)
+        return fit(rank, 2, 2, 100, choices, LIGHTNING, "adamw", told, make=partial(module, net=net()), **given)
 
     # Before the choice and after it.
     files = {step: tmp_path / f"{step}.ckpt" for step in (5, 40)}

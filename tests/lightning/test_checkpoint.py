@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,6 @@ from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
 from tests.fits import LIGHTNING, Announced, refusal, since
 from tests.ranks import agreed, in_ranks, run_processes
-from tests.scripts import run_python
 from tests.training import inner_optimizer, mlp
 
 OTHER = "pytorch_lightning"
@@ -134,10 +134,8 @@ def names_in(folder: Path, pattern: str = "*") -> list[str]:
 
 def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
     """The names of what is not the same, to the bit."""
-    both = actual.keys() & expected.keys()
-    return [
-        name for name in {**actual, **expected} if name not in both or not torch.equal(actual[name], expected[name])
-    ]
+    held = {**actual, **expected}
+    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -170,9 +168,7 @@ def uninterrupted() -> list[Trained]:
 
 
 @in_ranks(2)
-def test_a_fit_resumed_from_any_step_gives_the_same_bits(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_a_fit_resumed_at_any_step_has_the_same_bits(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     """Also with the other distribution. A file takes its place in one step, wherever temporary files lie."""
     plain, fit = uninterrupted[rank], partial(run_fit, rank, 2)
     moved: list[str] = []
@@ -200,10 +196,7 @@ def test_a_fit_resumed_from_any_step_gives_the_same_bits(
 
 
 @in_ranks(2)
-def test_the_newest_checkpoint_alone_can_be_resumed_where_that_is_asked_for(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
-    """It is that of a fit that had finished, which a longer one goes on from."""
+def test_only_the_newest_checkpoint_may_be_resumable(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     fit, keep = partial(run_fit, rank, 2), saving(LIGHTNING, tmp_path, every_n_train_steps=7, save_last="link")
     shorter = fit(steps=14, callbacks=keep, resume="exact:newest")
     assert_resumed(shorter, uninterrupted[rank], 0, end=14)
@@ -232,14 +225,13 @@ class Tokens(nn.Module):
 
 
 @in_ranks(4)
-def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through_a_link_to_the_newest_file(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_file(rank: int, tmp_path: Path) -> None:
     def fit(rounds: int = 5, **more: Any) -> Trained:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
         choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "warmup_steps": 3}
         make = partial(traced, inner="muon", net=Tokens)
+        choices["trainer_choices"] = {"precision": "bf16-true"}
         return run_fit(rank, 4, OTHER, 14, make=make, outer_optimizer=outer, **{**choices, **more})
 
     keep = saving(OTHER, tmp_path, every_n_train_steps=6, **{**NEWEST, "save_last": "link"})
@@ -251,6 +243,11 @@ def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through
     assert_resumed(fit(path=tmp_path / "9", warmup_steps=4), plain, 9)
     assert_resumed(fit(path=last), plain, 12)
     assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(fit, 6, path=last)
+    # The file holds the outer model in the dtypes of its parameters, and the folder the float32 values.
+    state, outer = torch.load(last, weights_only=True)["state_dict"], outer_of(plain, 12)
+    assert {values.dtype for values in outer.values()} == {torch.float32}
+    assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
+    assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
     # There is a file for every rank, and removing a checkpoint removes its folder.
     beside = ["9", "9.sdiloco", "last.ckpt", "step=12.ckpt", "step=12.ckpt.sdiloco", "weights"]
     assert names_in(tmp_path) == beside
@@ -263,9 +260,7 @@ def test_a_transformer_with_muon_a_schedule_a_guard_and_clipping_resumes_through
 
 
 @in_ranks(3)
-def test_a_group_of_three_adds_gradients_in_the_same_order_whatever_ddp_does_or_says_that_it_may_not(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_resumed_group_of_three_adds_gradients_in_the_same_order_or_says_so(rank: int, tmp_path: Path) -> None:
     said = fits.said_by("lightning_sdiloco")
     ways: list[dict[str, Any]] = [{}, {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}, {"static_graph": True}]
     for way, ddp_kwargs in enumerate(ways):
@@ -332,9 +327,7 @@ def logging_module(distribution: str, seed: int) -> Any:
 
 
 @in_ranks(2)
-def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_on_them_goes_on(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches(rank: int, distribution: str, tmp_path: Path) -> None:
     callbacks = importlib.import_module(distribution).callbacks
 
     def run(bound: dict[str, int], resume: str | None = None) -> Trained:
@@ -343,15 +336,10 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_
         best = callbacks.ModelCheckpoint(folder / "best", monitor="loss", mode="max")
         saves = saving(distribution, folder, every_n_train_steps=1)
         saves += saving(distribution, folder, filename="{epoch}", save_on_train_epoch_end=True)
-        trainer = fits.trainer(
-            distribution,
-            strategy=fits.strategy(distribution, worker_groups=2, sync_every=4, overlap_steps=1, fragments="strided:1"),
-            devices=2,
-            num_sanity_val_steps=0,
-            enable_checkpointing=True,
-            callbacks=[stopping, best, *([] if resume else saves)],
-            **bound,
-        )
+        strategy = fits.strategy(distribution, sync_every=4, overlap_steps=1, fragments="strided:1")
+        given = {"devices": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True, **bound}
+        watching = [stopping, best, *([] if resume else saves)]
+        trainer = fits.trainer(distribution, strategy=strategy, callbacks=watching, **given)
         torch.manual_seed(100 + rank)
         seen = DataLoader([(torch.ones(1, 5), torch.ones(1, 3))], batch_size=None)  # type: ignore[arg-type]
         trainer.fit(model, EveryEpoch((rank, 0, 1), 4), seen, ckpt_path=resume and str(folder / f"{resume}.ckpt"))
@@ -371,42 +359,26 @@ def test_metrics_of_a_resumed_epoch_are_those_of_all_its_batches_and_what_rests_
             assert resumed["rests"] == plain["rests"]
 
 
-ELSEWHERE = """
-import sys
-
-sys.modules["lightning_sdiloco"] = None  # importing it fails
-
-import torch
-from {distribution}.demos.boring_classes import BoringModel
-
-state = torch.load({path!r}, weights_only=True)["state_dict"]
-model = BoringModel.load_from_checkpoint({path!r}, map_location="cpu")
-print(all(torch.equal(values, state[name]) for name, values in model.state_dict().items()), len(state))
-"""
-
-
-def test_lightnings_own_test_models_are_fitted_validated_tested_used_and_read_where_the_package_is_not(
-    tmp_path: Path, distribution: str
-) -> None:
-    def run(rank: int, world_size: int) -> None:
-        classes = importlib.import_module(f"{distribution}.demos.boring_classes")
-        for module, groups in ((classes.BoringDataModule(), 4), (classes.BoringDataModuleNoLen(), 2)):
-            strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
-            chosen: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3}
-            trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, **chosen)
-            trainer.fit(model := classes.BoringModel(), module)
-            trainer.save_checkpoint(tmp_path / "boring.ckpt")
-            assert strategy.report()["inner_steps"] == 12
-            weights = {name: values.clone() for name, values in model.state_dict().items()}
-            assert agreed(weights)
-            trainer.validate(model, module)
-            trainer.test(model, module)
-            assert len(trainer.predict(model, module)) > 0
-            assert_same(dict(model.state_dict()), weights)
-
-    run_processes(run, 4)
-    script = ELSEWHERE.format(distribution=distribution, path=str(tmp_path / "boring.ckpt"))
-    assert run_python("-c", script, folder=tmp_path).endswith("True 2\n")
+@in_ranks(4)
+def test_lightnings_models_work_and_are_read_without_the_package(rank: int, tmp_path: Path, distribution: str) -> None:
+    classes = importlib.import_module(f"{distribution}.demos.boring_classes")
+    for module, groups in ((classes.BoringDataModule(), 4), (classes.BoringDataModuleNoLen(), 2)):
+        strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, "sync_every": 6})
+        chosen: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 3}
+        trainer = fits.trainer(distribution, strategy=strategy, devices=4, **chosen)
+        trainer.fit(model := classes.BoringModel(), module)
+        trainer.save_checkpoint(tmp_path / "boring.ckpt")
+        assert strategy.report()["inner_steps"] == 12
+        weights = {name: values.clone() for name, values in model.state_dict().items()}
+        assert agreed(weights)
+        trainer.validate(model, module)
+        trainer.test(model, module)
+        assert len(trainer.predict(model, module)) > 0
+        assert_same(dict(model.state_dict()), weights)
+    # From here on whatever imports the package fails.
+    sys.modules.update(dict.fromkeys([name for name in sys.modules if name.startswith("lightning_sdiloco")]))
+    assert_same(torch.load(tmp_path / "boring.ckpt", weights_only=True)["state_dict"], weights)
+    assert_same(classes.BoringModel.load_from_checkpoint(tmp_path / "boring.ckpt").state_dict(), weights)
 
 
 def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) -> None:
@@ -415,11 +387,6 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-
-    def of_another_version(path: Path) -> None:
-        content = torch.load(path, weights_only=True)
-        content["streaming_diloco"] |= {"format": 99, "version": "7.0"}
-        torch.save(content, path)
 
     def of_another_checkpoint(path: Path) -> None:
         shutil.rmtree(f"{path}.sdiloco")
@@ -432,7 +399,6 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         ("manifest.json, which is not there", lambda path: (save_folder(path) / "manifest.json").unlink()),
         ("move or copy both", lambda path: shutil.rmtree(f"{path}.sdiloco")),
         ("is not what was saved", alter),
-        ("was written in format 99 by lightning_sdiloco 7.0", of_another_version),
         ("which is not there. The folder", of_another_checkpoint),
     ]
     lr, momentum = recommended().outer_lr, recommended().outer_momentum
@@ -477,9 +443,7 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: i
 
 
 @in_ranks(2)
-def test_what_is_named_after_an_exception_still_stands_and_the_strategy_can_be_used_again(
-    rank: int, tmp_path: Path
-) -> None:
+def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_works(rank: int, tmp_path: Path) -> None:
     acts = {5: save(tmp_path / "a.ckpt"), 6: save(tmp_path / "b.ckpt")}
     acts[7] = lambda trainer: trainer.strategy.remove_checkpoint(f"{tmp_path}/b.ckpt")
     linked = saving(LIGHTNING, tmp_path / "kept", every_n_train_steps=6, save_last="link", save_top_k=1)
@@ -515,9 +479,7 @@ def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_p
 
 
 @in_ranks(2)
-def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of_the_checkpoint(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_full_disk_ends_all_ranks_with_one_error_and_leaves_nothing(rank: int, tmp_path: Path) -> None:
     """One rank cannot write a file of more than some bytes: its own, or the checkpoint file, which is rank 0's."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -543,7 +505,6 @@ def test_a_disk_that_is_full_ends_all_ranks_with_one_error_and_leaves_nothing_of
 
 
 def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: Path) -> None:
-    """One file is overwritten and others are saved and removed at every step, until a rank gets SIGKILL."""
     after = random.uniform(0.0, 0.15)
 
     def arm(trainer: Any) -> None:
@@ -570,19 +531,18 @@ def test_a_kill_at_any_moment_leaves_a_checkpoint_that_can_be_resumed(tmp_path: 
 
 class Gated(TorchCheckpointIO):  # type: ignore[misc, valid-type]
     def __init__(self) -> None:
-        self.gate, self.written = threading.Event(), 0
+        self.gate, self.stands, self.written = threading.Event(), threading.Event(), 0
         self.gate.set()
 
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         assert self.gate.wait(20)
         super().save_checkpoint(checkpoint, path, storage_options)
         self.written += 1
+        self.stands.set()
 
 
 @in_ranks(2)
-def test_what_is_removed_before_its_turn_is_not_written_late_and_the_plugin_is_given_back(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_what_is_removed_early_is_not_written_late(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     io = Gated()
     gates = at({2: lambda trainer: io.gate.clear(), 6: lambda trainer: io.gate.set()})
     keep = [gates, *saving(LIGHTNING, tmp_path, every_n_train_steps=1, **NEWEST)]
@@ -595,9 +555,7 @@ def test_what_is_removed_before_its_turn_is_not_written_late_and_the_plugin_is_g
         assert_whole(tmp_path / "step=8.ckpt")
 
 
-def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
-    tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_an_older_folder_stays_until_a_later_file_stands(tmp_path: Path, uninterrupted: list[Trained]) -> None:
     path = tmp_path / "only.ckpt"
 
     def stands(saves: int) -> bool:
@@ -607,27 +565,20 @@ def test_an_older_folder_stays_until_the_file_of_a_later_save_stands(
     def killed(rank: int, world_size: int) -> None:
         io = Gated()
 
-        def again(trainer: Any) -> None:
-            save(path)(trainer)
-            deadline = time.monotonic() + 20
-            while rank == 0 and not (io.written == 2 and stands(1)):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-            trainer.strategy.barrier()
-
-        def held_back(trainer: Any) -> None:
+        def hold_back(trainer: Any) -> None:
+            assert rank == 1 or io.stands.wait(20)
             io.gate.clear()
             save(path)(trainer)
             save(path)(trainer)
             if rank == 0 and stands(3):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        acts = at({9: save(path), 10: again, 12: held_back})
+        acts = at({10: save(path), 12: hold_back})
         run_fit(rank, world_size, steps=14, callbacks=[acts], trainer_choices={"plugins": [AsyncCheckpointIO(io)]})
 
     def resumed(rank: int, world_size: int) -> None:
-        for step, more in ((10, {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}), (13, {})):
-            assert_resumed(run_fit(rank, world_size, path=path, **more), uninterrupted[rank], step)
+        late: dict[str, Any] = {"callbacks": [at({13: save(path)})], "trainer_choices": LATE}
+        assert_resumed(run_fit(rank, world_size, path=path, **late), uninterrupted[rank], 10)
 
     # Killed with two saves waiting: the file that stands there still has its folder, and the next save tidies up.
     assert "exit code -9" in run_processes(killed, 2, expect_failure=True)[0]
@@ -682,9 +633,7 @@ class Elsewhere(LocalFileSystem):
 
 @not_in_the_oldest
 @in_ranks(2)
-def test_files_of_your_own_format_on_other_file_systems_and_copies_and_links_can_be_resumed(
-    rank: int, tmp_path: Path, uninterrupted: list[Trained]
-) -> None:
+def test_files_of_any_format_and_place_can_be_resumed(rank: int, tmp_path: Path, uninterrupted: list[Trained]) -> None:
     fsspec.register_implementation("elsewhere", Elsewhere, clobber=True)
     link, copies, boxed = tmp_path / "link.ckpt", tmp_path / "copies", tmp_path / "boxed"
 
@@ -724,20 +673,3 @@ def test_files_of_your_own_format_on_other_file_systems_and_copies_and_links_can
         assert names_in(folder, "[ls]*") == sorted(stands + [f"{name}.sdiloco" for name in stands])
         for name in stands if folder == copies else [*stands, "only.ckpt"]:
             assert save_folder(folder / name)
-
-
-@in_ranks(2)
-def test_files_hold_the_outer_model_in_the_dtypes_of_its_parameters_and_folders_the_float32_values(
-    rank: int, tmp_path: Path
-) -> None:
-    def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
-        return self.loss(tuple(part.bfloat16() for part in parts))  # type: ignore[no-any-return]
-
-    path, make = tmp_path / "21.ckpt", partial(traced, training_step=training_step)
-    halved = partial(run_fit, rank, 2, make=make, trainer_choices={"precision": "bf16-true"})
-    saved = halved(callbacks=[at({21: save(path)})])
-    state, outer = torch.load(path, weights_only=True)["state_dict"], outer_of(saved, 21)
-    assert {values.dtype for values in outer.values()} == {torch.float32}
-    assert_same({name: state[name] for name in outer}, {name: values.bfloat16() for name, values in outer.items()})
-    assert unequal({name: state[name].float() for name in outer}, outer), "something is rounded"
-    assert_resumed(halved(path=path), saved, 21)

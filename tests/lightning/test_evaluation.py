@@ -28,6 +28,7 @@ from tests.lightning.test_checkpoint import (
     unequal,
 )
 from tests.ranks import agreed, in_ranks
+from tests.training import mlp
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 
@@ -57,9 +58,7 @@ def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
 
 
 @in_ranks(4, timeout=110.0)
-def test_validation_in_a_fit_leaves_all_as_it_was_agrees_on_all_ranks_and_with_the_last_checkpoint(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distribution: str, tmp_path: Path) -> None:
     """Local parameters, statistics of BatchNorm and inner optimizer state, before every step; so does an average."""
     callbacks = importlib.import_module(distribution).callbacks
     loader, average = SomeBatches(rank, 2), callbacks.EMAWeightAveraging(decay=0.6)
@@ -106,9 +105,7 @@ def test_validation_in_a_fit_leaves_all_as_it_was_agrees_on_all_ranks_and_with_t
 
 
 @in_ranks(2)
-def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoints_hold_the_outer_one(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distribution: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
         fits.strategy(distribution, evaluate="inner")
     local: list[dict[str, Tensor]] = []
@@ -141,9 +138,7 @@ def test_with_evaluate_local_validation_sees_the_model_of_the_group_and_checkpoi
 
 
 @in_ranks(2)
-def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_rank_writes_its_predictions(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_evaluating_around_fits_overwrites_nothing_and_predicts(rank: int, distribution: str, tmp_path: Path) -> None:
     written: dict[str, list[Tensor]] = {"batches": [], "epoch": []}
 
     class Writer(importlib.import_module(distribution).callbacks.BasePredictionWriter):
@@ -182,13 +177,9 @@ def test_evaluating_before_between_and_after_fits_overwrites_nothing_and_every_r
     assert agreed(outer)
     model.eval()
     with torch.no_grad():
-        for predictions in written.values():
-            assert [torch.equal(model.net(parts[0]), its) for parts, its in zip(loader, predictions, strict=True)] == [
-                True
-            ] * 2
+        expected = [model.net(parts[0]) for parts in loader]
+    assert [list(map(torch.equal, expected, predictions)) for predictions in written.values()] == [[True] * 2] * 2
 
-
-# Averages of weights
 
 DECAY = 0.6
 HOOKS = {"should_update", "on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_train_epoch_start"}
@@ -203,26 +194,11 @@ def stochastic(distribution: str = LIGHTNING) -> Any:
     return importlib.import_module(distribution).callbacks.StochasticWeightAveraging(0.2, swa_epoch_start=3)
 
 
-def recorder(distribution: str, average: Any) -> Any:
-    """A callback that notes the outer parameters at each landing, and the average before every step."""
-
-    class Recorder(importlib.import_module(distribution).Callback):
-        def __init__(self) -> None:
-            self.landings = 0.0
-            self.outer: dict[int, dict[str, Tensor]] = {}
-            self.averages: dict[int, dict[str, Tensor]] = {}
-
-        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            state = average._average_model.state_dict()
-            self.averages[trainer.global_step] = {name: values.clone() for name, values in state.items()}
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            landings = trainer.strategy.report()["landings"]
-            if landings > self.landings or trainer.strategy.engine.is_finished:
-                self.outer[trainer.global_step] = trainer.strategy.outer_state_dict()
-            self.landings = landings
-
-    return Recorder()
+def landed(fitted: Trained) -> dict[int, dict[str, Tensor]]:
+    """The outer parameters at each landing, the last of which is the end."""
+    steps = sorted(fitted["trace"])
+    outer = {step: outer_of(fitted, step) for step in steps} | {steps[-1] + 1: fitted["outer"]}
+    return {step: outer[step] for step in [*steps[1:], steps[-1] + 1] if unequal(outer[step - 1], outer[step])}
 
 
 def expected_average(outer: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -239,31 +215,31 @@ def among(values: dict[str, Tensor], names: dict[str, Tensor]) -> dict[str, Tens
 def fit(
     place: tuple[int, int], distribution: str = LIGHTNING, every: int = 3, then: Any = (), **choices: Any
 ) -> Trained:
-    """Fits with an average, and after some of the steps does something; of the callback it returns what it noted."""
     average = averaging(distribution, update_every_n_steps=every)
-    callbacks = [recorded := recorder(distribution, average), average, at(dict(then), distribution)]
+    averages: dict[int, dict[str, Tensor]] = {}
+
+    def note(trainer: Any, *args: Any) -> None:
+        state = average._average_model.state_dict()
+        averages[trainer.global_step] = {name: values.clone() for name, values in state.items()}
+
+    noting = importlib.import_module(distribution).callbacks.LambdaCallback(on_train_batch_start=note)
+    callbacks = [noting, average, at(dict(then), distribution)]
     trained = run_fit(*place, distribution=distribution, callbacks=callbacks, **choices)
     assert not set(vars(average)) & HOOKS, "hooks are put back"
-    return {**trained, "averages": recorded.averages, "landed": recorded.outer}
-
-
-def stop(trainer: Any) -> None:
-    trainer.should_stop = True
+    return {**trained, "averages": averages}
 
 
 @in_ranks(2, timeout=110.0)
-def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_training_and_resumes(
-    rank: int, distribution: str, tmp_path: Path
-) -> None:
+def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
     place = rank, 2
     plain = run_fit(*place, distribution=distribution)
     saved = fit(place, distribution, then={step: save(tmp_path / str(step)) for step in (16, STEPS)})
-    landed, outer = saved["landed"], saved["outer"]
+    landings, outer = landed(saved), saved["outer"]
     assert_same(outer, plain["outer"])
     assert_resumed(saved, plain, 0)
-    assert sorted(landed) == [13, 15, 17, 19, 21, 23, 25, 26]
+    assert sorted(landings) == [13, 15, 17, 19, 21, 23, 25, 26]
     # Updates are wanted after steps 1, 4, 7, ...: each is made with the next landing.
-    expected = expected_average([landed[step] for step in (13, 17, 19, 23, 25)])
+    expected = expected_average([landings[step] for step in (13, 17, 19, 23, 25)])
     assert_same(among(saved["model"], expected), expected)
     assert set(unequal(among(saved["model"], outer), outer)) == outer.keys()
     assert agreed(saved["model"])
@@ -278,9 +254,11 @@ def test_an_average_is_of_the_outer_parameters_at_landings_changes_nothing_in_tr
         assert_resumed(resumed, saved, step)
         assert_same(resumed["model"], saved["model"])
         assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
-    stopped = fit(place, distribution, every=1, steps=1000, then={16: stop})
-    assert sorted(stopped["landed"]) == [13, 15]  # step 16 wanted an update too, and the end is a landing
-    expected = expected_average([*stopped["landed"].values(), stopped["outer"]])
+    stopped = fit(
+        place, distribution, every=1, steps=1000, then={16: lambda trainer: setattr(trainer, "should_stop", True)}
+    )
+    assert sorted(landed(stopped)) == [13, 15, 16]  # step 16 wanted an update too, and the end is a landing
+    expected = expected_average([*landed(stopped).values()])
     assert_same(among(stopped["model"], expected), expected)
 
 
@@ -350,21 +328,20 @@ class Counting(nn.Linear):
 
 
 @in_ranks(2)
-def test_an_average_in_another_precision_in_a_second_fit_and_with_buffers_of_the_rank(
-    rank: int, tmp_path: Path
-) -> None:
+def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(rank: int, tmp_path: Path) -> None:
     for precision in ("64-true", "bf16-true", "bf16-mixed"):
         choices = {"callbacks": [averaging()], "trainer_choices": {"precision": precision}}
         assert agreed(run_fit(rank, 2, steps=15, **choices)["model"]), precision
 
     # The average of the second of two fits.
-    average, model = averaging(), fits.module(seed=rank)
-    trainer = fits.trainer(strategy=fits.strategy(**CHOICES), devices=2, max_steps=15, callbacks=[average])
+    model, strategy = traced(LIGHTNING, rank, "sgd", mlp), fits.strategy(**CHOICES)
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=15, callbacks=[averaging()])
     trainer.fit(model, SomeBatches(rank, 30))
     trainer.fit_loop.epoch_loop.max_steps = 40
-    trainer.callbacks.append(recorded := recorder(LIGHTNING, average))
+    model.trace.clear()
     trainer.fit(model, SomeBatches(rank, 30))
-    assert_same(dict(model.state_dict()), expected_average(list(recorded.outer.values())))
+    second = {"trace": model.trace, "outer": strategy.outer_state_dict()}
+    assert_same(dict(model.state_dict()), expected_average(list(landed(second).values())))
 
     def counted(path: Path | None = None) -> int:
         # The only update is wanted before the checkpoint.

@@ -26,14 +26,11 @@ from lightning_sdiloco.lightning import monitor
 from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits, sharded
 from tests.bits import same
-from tests.fits import LIGHTNING, Announced, refusal, said_by
-from tests.lightning.test_checkpoint import CHOICES, assert_same, traced, unequal
+from tests.fits import LIGHTNING, OTHER, SHORT, Announced, refusal, said_by
+from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, saving, traced
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
-
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
-OTHER = "pytorch_lightning"
 
 MODEL = """
 import multiprocessing, sys, time
@@ -95,7 +92,6 @@ if __name__ == "__main__" and START:
 
 
 def written(folder: Path, distribution: str = LIGHTNING) -> Path:
-    """A file with the program for one distribution."""
     path, file = folder / "train.py", distribution.replace(".", "_")
     path.write_text(MODEL.replace("{distribution}", distribution).replace("{file}", file))
     return path
@@ -129,15 +125,9 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
         "strategy = Trainer(strategy='streaming_diloco_notebook', accelerator='cpu', devices=2).strategy",
         "print('taken', strategy.launcher.is_interactive_compatible)",
     ]
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input="".join(f"{cell}\n" for cell in cells),
-        cwd=tmp_path,
-        env=unlaunched(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    about: dict[str, Any] = {"cwd": tmp_path, "env": unlaunched(), "capture_output": True, "text": True}
+    typed = "".join(f"{cell}\n" for cell in cells)
+    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, timeout=100, **about)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = re.findall("fitted (.*)", done.stdout)
     assert first.startswith("True")
@@ -145,9 +135,6 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     (refused,) = re.findall("refused (.*)", done.stdout)
     assert "Write strategy='streaming_diloco_notebook', or give the strategy start_method='fork'." in refused
     assert "taken True" in done.stdout
-
-
-# How they end
 
 
 @contextlib.contextmanager
@@ -175,7 +162,6 @@ def until(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 def in_session(session: int | None) -> list[str]:
-    """The processes of a session that have not ended."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -218,8 +204,6 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
         assert re.search(text, output), output
 
 
-# Signals
-
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
 SIGNALLED, ENDED = 14, 19
@@ -259,15 +243,11 @@ def run(
     distribution: str = LIGHTNING,
     length: int = 100,
     validates: bool = False,
-    saves: dict[str, Any] | None = None,
     **choices: Any,
 ) -> dict[str, Any]:
-    """Fits in this rank of two groups, and returns what happened."""
     model, size = signalling(rank, signalled or {}, distribution), world_size // 2
     given = {"max_steps": STEPS, "num_sanity_val_steps": 0, "enable_checkpointing": True, **choices}
-    if given["enable_checkpointing"]:
-        how = {"dirpath": folder / "checkpoints", "save_top_k": 0} if saves is None else {"dirpath": folder, **saves}
-        given["callbacks"] = [importlib.import_module(distribution).callbacks.ModelCheckpoint(**how)]
+    given = {"callbacks": saving(distribution, folder / "checkpoints", save_top_k=0), **given}
     strategy = fits.strategy(distribution, worker_groups=2, **CHOICES)
     trainer = fits.trainer(distribution, strategy=strategy, devices=world_size, default_root_dir=folder, **given)
     loader, ended = Announced((rank // size, rank % size, size), length), ""
@@ -276,8 +256,10 @@ def run(
         trainer.fit(model, loader, Announced((0, 0, 1), 3) if validates else None, ckpt_path=resume)
     except BaseException as error:
         ended = type(error).__name__
-    outer = strategy.outer_state_dict() if model.trace and not ended else {}
-    return {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step), "outer": outer}
+    told = {"trace": model.trace, "said": model.said, "ended": (ended, trainer.global_step)}
+    if model.trace and not ended:
+        told |= {"outer": strategy.outer_state_dict(), "report": strategy.report()}
+    return told
 
 
 TERMINATED: Signalled = {(1, "training_step", SIGNALLED): [signal.SIGTERM]}
@@ -285,21 +267,13 @@ SAVED = f"checkpoints/terminated-step={ENDED}.ckpt"
 TERMINATION = "SIGTERMException"
 
 
-def assert_same_from(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """A fit that goes on after the signal has the bits of one that had none."""
-    assert one["trace"].keys() == {at for at in other["trace"] if at >= ENDED}
-    assert {at: wrong for at in one["trace"] if (wrong := unequal(one["trace"][at], other["trace"][at]))} == {}
-
-
 def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
-    """A fit that one rank was told to terminate goes on where it was, and what is due there is done once."""
     plain = run(rank, world_size, folder, **of)
     ended = run(rank, world_size, folder, TERMINATED, **of)
     assert ended["ended"] == (TERMINATION, ENDED)
     assert list(folder.rglob("*.ckpt")) == [folder / SAVED]
     resumed = run(rank, world_size, folder, resume=folder / SAVED, **of)
-    assert_same_from(resumed, plain)
-    assert_same(resumed["outer"], plain["outer"])
+    assert_resumed(resumed, plain, ENDED)
     assert resumed["ended"] == plain["ended"]
     before = len(ended["said"]) - 1
     told = [*plain["said"][:before], f"save after step {ENDED}", *plain["said"][before:]]
@@ -307,9 +281,7 @@ def assert_goes_on(rank: int, world_size: int, folder: Path, **of: Any) -> None:
 
 
 @in_ranks(4)
-def test_a_fit_that_one_rank_was_told_to_terminate_goes_on_as_if_nothing_had_happened(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_terminated_fit_goes_on_as_if_nothing_had_happened(rank: int, tmp_path: Path) -> None:
     assert_goes_on(rank, 4, tmp_path, distribution="pytorch_lightning")
 
 
@@ -348,7 +320,7 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
         assert sum("save" in words for words in ended["said"]) == 1, number
         saved = tmp_path / str(number) / "checkpoints" / f"terminated-step={step}.ckpt"
         assert list((tmp_path / str(number)).rglob("*.ckpt")) == [saved], number
-    unsaved: dict[str, Any] = {"enable_checkpointing": False}
+    unsaved: dict[str, Any] = {"enable_checkpointing": False, "callbacks": []}
     for how in (unsaved, {"fast_dev_run": 30}, {"barebones": True, **unsaved}):
         ended = run(rank, 2, tmp_path / "quiet", TERMINATED, **how)
         assert (ended["ended"], ended["said"]) == ((TERMINATION, ENDED), []), how
@@ -356,12 +328,10 @@ def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, t
 
 
 @in_ranks(2)
-def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_one_that_resumes_from_them(
-    rank: int, tmp_path: Path
-) -> None:
+def test_other_checkpoints_of_a_terminated_fit_do_not_end_the_resumed_one(rank: int, tmp_path: Path) -> None:
     """One that was saved while the signal waited, and one that a callback saved on the exception, on all ranks."""
     for step, saves in ((16, {"every_n_train_steps": 16}), (ENDED, {"save_on_exception": True})):
-        ended = run(rank, 2, tmp_path, TERMINATED, saves={"filename": "{step}", **saves})
+        ended = run(rank, 2, tmp_path, TERMINATED, callbacks=saving(LIGHTNING, tmp_path, save_top_k=1, **saves))
         resumed = run(rank, 2, tmp_path, resume=tmp_path / f"step={step}.ckpt")
         assert (ended["ended"], resumed["ended"]) == ((TERMINATION, ENDED), ("", STEPS))
         assert min(resumed["trace"]) == step
@@ -383,9 +353,6 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
     finally:
         sys.settrace(before)
     assert next(came) > 10
-
-
-# SLURM
 
 
 def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
@@ -418,7 +385,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     plain, (first, second, third) = run(rank, 2, tmp_path / "plain"), map(fit, (requeued, after, {}))
     assert [first["ended"], second["ended"]] == [(TERMINATION, ENDED), (TERMINATION, STEPS)]
     assert third["ended"] == ("", STEPS)
-    assert_same_from(second, plain)
+    assert_resumed(second, plain, ENDED, end=STEPS)
     saved = torch.load(newest, weights_only=True)["state_dict"]
     assert_same({name: saved[name] for name in plain["outer"]}, plain["outer"])
     # A crash before the file took its place: the folder alone is no checkpoint.
@@ -429,9 +396,6 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
     assert sorted(again["trace"]) == list(range(ENDED, STEPS))
     assert (tmp_path / "told").read_text() == "requeue 123\n" * 2
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
-
-
-# How long a signal waits
 
 
 @in_ranks(2)
@@ -471,9 +435,6 @@ def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.ckpt")) == []
 
 
-# Environments that say how many processes there are
-
-
 @pytest.mark.parametrize(("distribution", "size"), [(OTHER, 1), (LIGHTNING, 2)])
 def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution: str, size: int) -> None:
     """Of one rank each, on as many nodes, and of sharded models."""
@@ -486,21 +447,21 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
         numbers = trainer.world_size, trainer.global_rank, trainer.strategy.topology.num_groups
         return numbers, trainer.strategy.distributed_sampler_kwargs, getattr(trainer.strategy.launcher, "procs", [])
 
-    def run(rank: int, world_size: int, knows: bool) -> Any:
-        known = {"devices": "auto", "plugins": [fits.environment_that_knows(distribution)]} if knows else {}
+    def run(rank: int, world_size: int) -> Any:
+        known = {"devices": "auto", "plugins": [fits.environment_that_knows(distribution)]}
         more: dict[str, Any] = {"trainer_choices": known, "make": make, "inspect": inspect}
         return fits.fit(rank, world_size, 2, 6, {**SHORT, **sizes}, distribution, **more)
 
-    ranks = run_processes(run, 2 * size, True, ranks_per_node=size**2)
+    ranks = run_processes(run, 2 * size, ranks_per_node=size**2)
     expected = [((2 * size, rank, 2), {"num_replicas": 2 * size, "rank": rank}, []) for rank in range(2 * size)]
     assert [own["inspected"] for own in ranks] == expected
-    assert all(same(own["outer"], ranks[0]["outer"]) for own in (*ranks, *run_processes(run, 2 * size, False)))
+    assert all(same(own["outer"], ranks[0]["outer"]) for own in ranks)
 
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
 SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
 SLURM |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "tests"}
-OF_THREE = {"WORLD_SIZE": "3", "RANK": "0"}
+OF_THREE = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
 
 
 def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -527,11 +488,8 @@ def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.Mon
         assert re.search("2 processes are connected, .* and the worker groups are made for 1", told)
 
 
-# Further fits in the same processes
-
-
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Other numbers of groups, another model, and a model that was trained before; the last Trainer fits longer."""
+    """Of other groups, another model, and one that was trained before; a callback that changes the model then fails."""
     numbers, started = (2, 4, 1, 2), []
 
     def made(number: int) -> Any:
@@ -547,11 +505,14 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         return fits.fit(rank, 4, groups, -1, SHORT, trainer_choices=more, **own, inspect=lambda trainer, _: trainer)
 
     def run(rank: int, world_size: int) -> Any:
-        models, fitted = [made(0), made(1), made(2)], []
+        models, fitted, threads = [made(0), made(1), made(2)], [], []
         for groups, model in zip(numbers, [*models, models[0]], strict=True):
             held, trained = held_by(model), fit(rank, model, groups)
             fitted.append((held, trained["outer"]))
             assert trained["inspected"].strategy.topology.num_groups == groups
+            time.sleep(0.2)
+            threads.append(len(list(Path("/proc/self/task").iterdir())))
+        assert threads[3] == threads[2], "the process groups of the first fit were used again"
         trainer = trained["inspected"]
         trainer.fit_loop.max_epochs = 3
         trainer.fit(models[0], fits.batches(rank // 2, rank % 2, 2))
@@ -560,7 +521,15 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         assert (report["inner_steps"], trainer.current_epoch) == (2 * 7, 3)
         assert report["launches"] == report["landings"] > 0
         assert agreed(trainer.strategy.outer_state_dict())
+        trainer.fit_loop.max_epochs = 4
+        trainer.callbacks.append(importlib.import_module(LIGHTNING).callbacks.LambdaCallback(on_train_end=spoil))
+        told = refusal(trainer.fit, models[0], fits.batches(rank // 2, rank % 2, 2), kind=RuntimeError)
+        assert "After training the model differs between ranks" in told
         return fitted
+
+    def spoil(trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            module.net[0].weight += trainer.global_rank
 
     def alone(rank: int, world_size: int, number: int, held: list[dict[str, Tensor]]) -> Any:
         model = made(number)

@@ -41,24 +41,20 @@ if __name__ == "__main__":
 """
 
 SHORT: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "fragments": "strided:1", "start_method": "fork"}
-WRAPPED = {
-    "class_path": "lightning_sdiloco.compression.ErrorFeedback",
-    "init_args": {
-        "decay": 0.9,
-        "compression": {
-            "class_path": "lightning_sdiloco.compression.TopK",
-            "init_args": {"share": 0.02, "values": {"class_path": "lightning_sdiloco.compression.Int2"}},
-        },
-    },
-}
-OUTER = {
-    "class_path": "lightning_sdiloco.OuterOptimizer",
-    "init_args": {
-        "clip_norm": 1.0,
-        "make": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.4, "momentum": 0.9, "nesterov": True}},
-        "lr_schedule": {"class_path": "torch.optim.lr_scheduler.CosineAnnealingLR", "init_args": {"T_max": 4}},
-    },
-}
+
+
+def made(class_path: str, **arguments: Any) -> dict[str, Any]:
+    return {"class_path": class_path, "init_args": arguments}
+
+
+TOP_K = made("lightning_sdiloco.compression.TopK", share=0.02, values=made("lightning_sdiloco.compression.Int2"))
+WRAPPED = made("lightning_sdiloco.compression.ErrorFeedback", decay=0.9, compression=TOP_K)
+OUTER = made(
+    "lightning_sdiloco.OuterOptimizer",
+    clip_norm=1.0,
+    make=made("torch.optim.SGD", lr=0.4, momentum=0.9, nesterov=True),
+    lr_schedule=made("torch.optim.lr_scheduler.CosineAnnealingLR", T_max=4),
+)
 
 
 def run(
@@ -116,14 +112,11 @@ def test_print_config_shows_every_argument_and_nothing_else(tmp_path: Path) -> N
         assert list(arguments.items()) == list({**defaults, "timeout": "0:30:00"}.items())
     # Policies and routes by class path.
     chosen: dict[str, Any] = {
-        "schedule": {"class_path": "lightning_sdiloco.Selective", "init_args": {"threshold": 0.2, "most": 3}},
-        "weighing": {"class_path": "tests.engine.test_policies.Loudest"},
-        "compression": {
-            "class_path": "lightning_sdiloco.compression.ByLink",
-            "init_args": {"menu": ["fp4", "sparse"], "within": 2.0},
-        },
-        "mixing": {"class_path": "tests.engine.test_policies.DelayCompensation", "init_args": {"strength": 0.1}},
-        "exchange": {"class_path": "lightning_sdiloco.TwoShot", "init_args": {"links": [1.0, 1.0, 0.5]}},
+        "schedule": made("lightning_sdiloco.Selective", threshold=0.2, most=3),
+        "weighing": made("tests.engine.test_policies.Loudest"),
+        "compression": made("lightning_sdiloco.compression.ByLink", menu=["fp4", "sparse"], within=2.0),
+        "mixing": made("tests.engine.test_policies.DelayCompensation", strength=0.1),
+        "exchange": made("lightning_sdiloco.TwoShot", links=[1.0, 1.0, 0.5]),
     }
     arguments = printed(**chosen)
     assert (arguments["schedule"], arguments["compression"]) == (chosen["schedule"], chosen["compression"])

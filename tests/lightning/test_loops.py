@@ -169,8 +169,6 @@ def by_scaler() -> Any:
 
 
 class Loop(NamedTuple):
-    """A kind of training loop."""
-
     make: Make  # The LightningModule, the same on every rank
     trainer: dict[str, Any] = {}
     inner_steps: int = BATCHES  # How many of the batches are inner steps
@@ -225,7 +223,6 @@ LOOPS = {
 
 @pytest.fixture(autouse=True, scope="module")
 def compilers() -> None:
-    """Loads what compiling needs, once and not in every rank."""
     torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
 
 
@@ -291,22 +288,10 @@ def test_all_groups_agree(rank: int) -> None:
 @in_ranks(2, timeout=300.0)
 def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does(rank: int) -> None:
     # Those in which DistributedDataParallel has no part of its own, and nothing happens between two steps.
-    alike = (
-        "accumulation by scheduler",
-        "automatic",
-        "bf16-mixed",
-        "16-true",
-        "clipping by value",
-        "compiled",
-        "fused",
-    )
-    alike += ("compiled inside", "configure_model", "foreach", "gradient checkpointing", "manual")
-    alike += (
-        "lazy and has seen a batch",
-        "manual without a loss returned",
-        "scheduler per epoch",
-        "scheduler per step",
-    )
+    alike = ("accumulation by scheduler", "automatic", "bf16-mixed", "16-true", "clipping by value", "compiled")
+    alike += ("compiled inside", "configure_model", "foreach", "fused", "gradient checkpointing", "manual")
+    alike += ("lazy and has seen a batch", "manual without a loss returned")
+    alike += ("scheduler per epoch", "scheduler per step")
     for name, loop in LOOPS.items():
         if name in alike:
             continue
@@ -403,9 +388,7 @@ def test_a_communication_hook_of_ddp_stays_in_the_group(rank: int) -> None:
 
 
 @in_ranks(1)
-def test_gradients_of_large_models_go_before_the_forward_pass_where_nobody_can_see_it(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def training_step(self: Any, parts: Any, index: int) -> Any:
         self.kept.append(any(parameter.grad is not None for parameter in self.parameters()))
         loss = self.loss(parts)

@@ -10,32 +10,20 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from lightning_sdiloco import (
-    Carry,
-    DropCompute,
-    FastestPairs,
-    RandomPairs,
-    Ring,
-    Selective,
-    StreamingDiLoCo,
-    StreamingDiLoCoFabricStrategy,
-    StreamingDiLoCoMonitor,
-    TwoShot,
-)
+import lightning_sdiloco
+from lightning_sdiloco import Carry, DropCompute, FastestPairs, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from tests import fits, sharded
 from tests.engine.groups import Groups, regression
 from tests.fits import whole
-from tests.lightning.test_checkpoint import saving, unequal
+from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
-from tests.ranks import in_ranks, run_processes, run_ranks
+from tests.ranks import run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
-CUT = [["0.*", "2.*"], ["4.*", "6.*"]]
+CUT = [["*0.*", "*2.*"], ["*4.*", "*6.*"]]
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.25, "fragments": CUT, "compression": "fp32"}
 PAIRS: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
 ROUTES: dict[str, dict[str, Any]] = {
@@ -80,30 +68,33 @@ def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tenso
     return {name: simulated(partial(make, 0), "sgd", GROUPS, **{**CHOICES, **METHODS[name]}) for name in METHODS}
 
 
-def test_groups_that_share_a_sharded_model_do_what_the_simulation_does() -> None:
+def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(tmp_path: Path) -> None:
     expected = in_simulation(sharded.even)
 
     def play(rank: int, world_size: int) -> list[str]:
-        (group, shard), wrong = divmod(rank, 2), []
-        mesh = init_device_mesh("cpu", (GROUPS, 2), mesh_dim_names=("group", "data"))["data"]
+        wrong, path, more = [], tmp_path / "step=6.ckpt", {"save_distributed_checkpoint": False, "steps": STEPS}
         for name, choices in METHODS.items():
-            model = sharded.even(0)
-            fully_shard(model[2], mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            optimizer = inner_optimizer("sgd", model)
-            engine = StreamingDiLoCo(model, worker_groups=GROUPS, **{**CHOICES, **choices})
-            for step in range(1, STEPS + 1):
-                x, y = (part.chunk(2)[shard] for part in batch(group, step))
-                optimizer.zero_grad()
-                nn.functional.mse_loss(model(x), y).backward()
-                optimizer.step()
-                engine.step()
+            fit = partial(sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices})
+            plain = fit(
+                callbacks=saving(fits.LIGHTNING, path.parent, every_n_train_steps=6) if name == "random" else []
+            )
+            own = plain["model"].values()
             # The ranks of a group add up in another order.
-            close = map(partial(torch.allclose, atol=1e-6), held_by([model], engine.finish)[0], expected[name][group])
+            close = map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])
             wrong += [] if all(close) else [name]
+            if name != "random":
+                continue
+            every: list[Any] = [None] * world_size
+            torch.distributed.all_gather_object(every, plain["trace"][6])
+            for key, values in torch.load(path, weights_only=True)["state_dict"].items():
+                assert torch.equal(values, every[0][f"outer {key}"])
+                # The ranks of a group hold it in parts, the first of them by rows.
+                of_groups = [torch.cat([every[2 * group][key], every[2 * group + 1][key]]) for group in range(GROUPS)]
+                assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), key
+            assert_resumed(fit(path=path), plain, 6)
         return wrong
 
-    assert run_ranks(play, 2 * GROUPS, timeout=110.0) == [[]] * 2 * GROUPS
+    assert run_processes(play, 2 * GROUPS, timeout=110.0) == [[]] * 2 * GROUPS
 
 
 def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
@@ -111,7 +102,7 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
 
     def play(rank: int, world_size: int) -> None:
         for name, choices in METHODS.items():
-            strategy = StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
+            strategy = lightning_sdiloco.StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
             fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
             fabric.launch()
             model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
@@ -128,25 +119,6 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
             assert all(map(torch.equal, held_by([net], strategy.finish)[0], expected[name][rank])), name
 
     run_processes(play, GROUPS, timeout=110.0)
-
-
-@in_ranks(2 * GROUPS, timeout=110.0)
-def test_a_sharded_fit_on_a_route_saves_the_mean_and_resumes_bit_for_bit(rank: int, tmp_path: Path) -> None:
-    chosen = {**CHOICES, "fragments": [["*"]], **ROUTES["random"], "compression": "int8"}
-    sizes: dict[str, Any] = {"groups": GROUPS, "sizes": (2, 1), "steps": 9, "inner": "adamw"}
-    fit = partial(sharded.fit, rank, 2 * GROUPS, **chosen, **sizes, save_distributed_checkpoint=False)
-    path = tmp_path / "step=6.ckpt"
-    plain = fit(callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6))
-    resumed = fit(path=path)
-    every: list[Any] = [None] * 2 * GROUPS
-    torch.distributed.all_gather_object(every, plain["trace"][6])
-    for name, values in torch.load(path, weights_only=True)["state_dict"].items():
-        assert torch.equal(values, every[0][f"outer {name}"])
-        # The ranks of a group hold it in parts, the first of them by rows.
-        of_groups = [torch.cat([every[2 * group][name], every[2 * group + 1][name]]) for group in range(GROUPS)]
-        assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), name
-    assert [unequal(resumed["trace"][step], plain["trace"][step]) for step in (7, 8)] == [[], []]
-    assert unequal(resumed["model"], plain["model"]) == []
 
 
 # Trainers, with more than 100,000 parameters
@@ -189,7 +161,10 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
                 loader = Paced(loader, speed=0.5 if rank else 1.0)
             if name == "drop compute":
                 loader = DropCompute(2, budget=inf)(loader)
-                more |= {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))]}
+                more |= {
+                    "accumulate_grad_batches": 2,
+                    "callbacks": [lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path))],
+                }
             given: dict[str, Any] = {"trainer_choices": more, "loader": loader, "inner": "adamw"}
             make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
             own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, make=make, **given)["model"].values()

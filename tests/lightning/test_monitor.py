@@ -23,27 +23,17 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import Tensor, nn
 
 import lightning_sdiloco
-from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo, StreamingDiLoCoMonitor
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
 from tests.bits import same
-from tests.fits import LIGHTNING, fit, refusal, said_by
+from tests.fits import LIGHTNING, OTHER, SHORT, fit, refusal, said_by
 from tests.methods import ByNorm
 from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
-OTHER = "pytorch_lightning"
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 PAGE = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
-
-
-def monitor(distribution: str = LIGHTNING, **choices: Any) -> Any:
-    home = lightning_sdiloco if distribution == LIGHTNING else lightning_sdiloco.pytorch_lightning
-    return home.StreamingDiLoCoMonitor(**choices)
-
-
-# Numbers
 
 
 def landing(**told: Any) -> Landing:
@@ -110,7 +100,9 @@ def fitted(rank: int, world_size: int, folder: Path) -> Any:
                 landings.extend([landed] if landed.fragment == 0 and landed not in landings else [])
 
     numbers = {"outer_lr": 0.75, "outer_momentum": 0.5, "mixing": 0.25, "compression": "fp32"}
-    watch = monitor(diagnostics=True, timeline=str(folder / "traces" / "trace.json"), folder=str(folder / "sdiloco"))
+    watch = StreamingDiLoCoMonitor(
+        diagnostics=True, timeline=str(folder / "traces" / "trace.json"), folder=str(folder / "sdiloco")
+    )
     choices = {"callbacks": [watch, Look()], "log_every_n_steps": 2}
     fit(rank, world_size, 2, 14, {**SHORT, **numbers}, trainer_choices=choices)
     return [text for text in said if text.startswith("Streaming DiLoCo")], sorted(sent), landings
@@ -124,9 +116,7 @@ def test_the_ranks_of_a_group_add_up_what_they_see_of_their_shards(worlds: dict[
 
 
 @in_ranks(2)
-def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_right(
-    rank: int, tmp_path: Path
-) -> None:
+def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_path: Path) -> None:
     policies = {"schedule": Selective(), "weighing": ByNorm(), "mixing": Carry()}
     true = time.time
     for name, choices, shift in (
@@ -136,7 +126,7 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_
     ):
         plain = fit(rank, 2, 2, 11, {**SHORT, **choices})
         time.time = lambda: true() + shift * rank  # noqa: B023  it is called before the next
-        watching = {"callbacks": [monitor(folder=str(tmp_path / name))]}
+        watching = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path / name))]}
         watched = fit(rank, 2, 2, 11, {**SHORT, **choices}, trainer_choices=watching)
         assert same(plain["outer"], watched["outer"]), name
         assert plain["report"]["bytes_sent"] == watched["report"]["bytes_sent"], "no traffic between groups either"
@@ -151,9 +141,9 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_a_clock_that_cannot_be_
             assert max(spans["launch"][0], other["launch"][0]) < min(spans["flight"][1], other["flight"][1]) + 1e-6
     settings = ranks[0].about["settings"]
     assert settings | {"mixing": "Carry()", "schedule": repr(Selective())} == settings
-    not_in_all_ranks = {"callbacks": [monitor(folder=str(tmp_path), diagnostics=rank == 0)]}
+    not_in_all_ranks = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path), diagnostics=rank == 0)]}
     assert "diagnostics" in refusal(fit, rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
-    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[monitor()], max_steps=1)
+    of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[StreamingDiLoCoMonitor()], max_steps=1)
     assert "the strategy is DDPStrategy" in refusal(of_ddp.fit, fits.module(), [0])
 
 
@@ -163,7 +153,6 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
     unlimited, said = resource.getrlimit(resource.RLIMIT_FSIZE), said_by("lightning_sdiloco")
 
     def limit(trainer: Any, *_: Any) -> None:
-        """The file of rank 1 has room for a part of a line."""
         if rank == 1 and trainer.global_step in (6, 9):
             room = path.stat().st_size + 20 if trainer.global_step == 6 else unlimited[0]
             resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
@@ -171,7 +160,7 @@ def test_a_record_that_finds_no_room_ends_with_a_warning_and_training_goes_on(ra
     assert "holds no records (rank_00000.jsonl and so on). Give the folder" in refusal(read_run, tmp_path)
     # The next start of the run does not suffer from half a line.
     for callbacks in ([pl.callbacks.LambdaCallback(on_train_batch_start=limit)], []):
-        choices = {"callbacks": [monitor(folder=str(tmp_path)), *callbacks]}
+        choices = {"callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path)), *callbacks]}
         assert fit(rank, 2, 2, 11, SHORT, trainer_choices=choices)["report"]["inner_steps"] == 11
     assert [f"{path} " in text for text in said if "cannot be written" in text] == [True] * rank
     torch.distributed.barrier()
@@ -235,9 +224,6 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
         assert rank == 1 or all(math.isnan(rate) for rate in rates[:2]), rates
 
 
-# Where they are seen
-
-
 def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validations(tmp_path: Path) -> None:
     def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
         self.log("val_loss", self.loss(parts), sync_dist=True)
@@ -245,7 +231,7 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
     def run(rank: int, world_size: int) -> None:
         of = importlib.import_module(f"{OTHER}.loggers")
         loggers = [kind(folder, "", "") for kind, folder in ((of.CSVLogger, tmp_path), (of.TensorBoardLogger, board))]
-        watch = monitor(OTHER, diagnostics=True)
+        watch = lightning_sdiloco.pytorch_lightning.StreamingDiLoCoMonitor(diagnostics=True)
         more = {"callbacks": [watch], "logger": loggers, "log_every_n_steps": 2, "val_check_interval": 4}
         loaders = {"loader": fits.SomeBatches(rank, 16), "validation": fits.SomeBatches(0, 2)}
         make = partial(fits.module, validation_step=validation_step)
@@ -283,9 +269,7 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
 
 
 @in_ranks(2)
-def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and_rich_in_a_line_more_than_with_ddp(
-    rank: int, distribution: str
-) -> None:
+def test_progress_bars_show_rounds_flights_waits_and_the_link_in_one_line_more(rank: int, distribution: str) -> None:
     callbacks = importlib.import_module(f"{distribution}.callbacks")
 
     def fitted(bar: Any, strategy: Any) -> tuple[list[dict[str, Any]], int]:
@@ -316,9 +300,6 @@ def test_progress_bars_show_the_outer_step_the_flights_the_wait_and_the_link_and
     assert "outer_step" in metrics[0], "there is room for no more"
     assert of_ddp <= lines <= of_ddp + 1
     assert (of_ddp > 0) == (rank == 0)
-
-
-# Records and timeline
 
 
 def test_the_intervals_of_the_training_thread_add_up_to_its_wall_time(worlds: dict[int, Any]) -> None:
@@ -370,9 +351,6 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
     # On hosts that keep time, nothing is shifted.
     raw = json.loads((folder / "sdiloco" / "rank_00001.jsonl").read_text().splitlines()[0])
     assert run.ranks[1].starts[0][0] == raw["time"]
-
-
-# The two lines at the start
 
 
 def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(worlds: dict[int, Any]) -> None:
