@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_sdiloco import Schedule, SimulatedGroups, StreamingDiLoCo
@@ -138,6 +138,8 @@ def parsed(table: str) -> list[Event]:
 
 
 @settings(max_examples=60, deadline=None)
+@example(Schedule(100, 5, fragments=3), 1, 100, 10**9)  # no fragment is missed by rounding
+@example(Schedule(2, 1, fragments=5), 1, 100, 10**9)  # and many share a step
 @given(schedules(), st.integers(1, 200), st.integers(0, 100), st.integers(10**9, 10**12))
 def test_launches_and_landings_are_those_of_the_paper(schedule: Schedule, since: int, length: int, far: int) -> None:
     h, fragments = schedule.sync_every, range(schedule.fragments)
@@ -165,16 +167,5 @@ def test_launches_and_landings_are_those_of_the_paper(schedule: Schedule, since:
     assert by_default == happens(schedule, 1, by_default[-1][0])
     assert min([p for *_, landed in by_default for p in landed].count(p) for p in fragments) >= 2
     assert str(schedule) == schedule.table()
-
-
-def test_no_fragment_is_missed_by_rounding_and_many_share_a_step() -> None:
-    for schedule, launches in (
-        (Schedule(100, 5, fragments=3), {100: (0,), 133: (1,), 166: (2,), 200: (0,), 233: (1,), 266: (2,)}),
-        (Schedule(2, 1, fragments=5), {2: (0, 1, 2), 3: (3, 4), 4: (0, 1, 2), 5: (3, 4)}),
-        (Schedule(1, 0, fragments=3), {1: (0, 1, 2), 2: (0, 1, 2)}),
-    ):
-        assert {step: schedule.launches(step) for step in range(max(launches) + 1)} == {
-            step: launches.get(step, ()) for step in range(max(launches) + 1)
-        }
-        assert schedule.landings(max(launches) + schedule.overlap_steps) == launches[max(launches)]
-    assert str(Schedule(2, 1, 2)).split("\n")[0].index("lands") == str(Schedule(2, 1, 2)).split("\n")[1].rindex("-")
+    header, first, *_ = str(Schedule(2, 1, 2)).split("\n")
+    assert header.index("lands") == first.rindex("-")

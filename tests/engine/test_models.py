@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -105,7 +106,10 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
         assert told in refusal(StreamingDiLoCo, model, worker_groups=1)
         engine = StreamingDiLoCo(model, worker_groups=groups)
         assert engine.topology is groups.topology
-        assert names_of(engine) == NAMES
+        ddp = partial(DistributedDataParallel, process_group=groups.process_group)
+        wrapped = torch.compile(mlp()), ddp(torch.compile(mlp())), torch.compile(ddp(mlp()))
+        names = [names_of(one) for one in (engine, *(StreamingDiLoCo(own, worker_groups=groups) for own in wrapped))]
+        assert names == [NAMES] * 4
 
     run_ranks(construct, 4)
 

@@ -54,17 +54,12 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups as Hosts
 from lightning_sdiloco.planning.workload import Model
+from tests.algorithm.test_aggregation import said
 from tests.engine.groups import outer_state
 from tests.fits import refusal
 from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
-
-
-def said(norm: float = 1.0, weight: int = 100, finite: bool = True) -> Control:
-    """What a group says at the launch of fragment 0."""
-    return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
-
 
 # Policies of a user
 
@@ -182,11 +177,11 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
 @pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
 def test_no_weighing_counts_who_did_not_train_or_is_not_finite(weighing: Weighing) -> None:
     state = weighing.start(4)
-    controls = [said(), said(weight=0), said(finite=False), said(2.0)]
+    controls = [said(), said(weight=0), said(finite=False), said(norm=2.0)]
     assert sorted(weighing.count(controls, state).factors) == [0, 3]
     assert weighing.count([said(weight=0)] * 4, state).factors == {}
     # A norm may overflow where every value is finite.
-    for overflown in ([said(inf)] * 2 + controls[:1] * 2, [said(inf)] * 4):
+    for overflown in ([said(norm=inf)] * 2 + controls[:1] * 2, [said(norm=inf)] * 4):
         assert all(factor >= 0 for factor in weighing.count(overflown, state).factors.values())
 
 
@@ -195,18 +190,18 @@ def test_weighings_are_their_formulas_and_z_scores_leave_out_what_is_unusual_and
     raw = [steps * exp(-norm / 0.2) for norm, steps in zip(norms, trained, strict=True)]
     by_norm, by_median = [own / sum(raw) for own in raw], [3 / 6, 1 / 6 * 0.3 / 0.5, 2 / 6]
     for formula, expected in ((ByNorm(temperature=0.2), by_norm), (ByMedian(), by_median)):
-        count = formula.count([said(*own) for own in zip(norms, trained, strict=True)], formula.start(3))
+        count = formula.count([said(*own) for own in zip(trained, norms, strict=True)], formula.start(3))
         assert [factor / 3 for factor in count.factors.values()] == pytest.approx(expected)
     usual = [1.0, 1.2, 0.8, 1.1, 0.9] * 4
     scores: Any = ZScore(alpha=0.0).start(1)
     for norm in usual:
-        scores = ZScore(alpha=0.0).heard([said(norm)], scores)
+        scores = ZScore(alpha=0.0).heard([said(norm=norm)], scores)
     assert scores[0] == pytest.approx([20, mean(usual), pvariance(usual)])
     for norms in ([*usual, 100.0, *usual], [*usual, *[3.0] * 60]):
         weighing, out = ZScore(threshold=3.0, alpha=0.1, warmup=10), []
         state: Any = weighing.start(2)
         for norm in norms:
-            controls = [said(), said(norm)]
+            controls = [said(), said(norm=norm)]
             out.append(1 in weighing.count(controls, state).outlying)
             state = json.loads(json.dumps(weighing.heard(controls, state)))
         assert out[20]
