@@ -1,6 +1,6 @@
 """The processes of a federation under faults: a Trainer that goes on from its newest checkpoint, and a hub.
 
-Both write down what happens to them. `python -m tests.chaos.processes FILE` trains a site whose name and `Place` are
+Both write down what happens to them. `python -m tests.chaos.processes FILE` is the one or the other: its arguments are
 pickled in the file.
 """
 
@@ -283,4 +283,5 @@ def serve(sites: int, place: Place) -> None:
 
 
 if __name__ == "__main__":
-    train(*pickle.loads(Path(sys.argv[1]).read_bytes()))
+    told = pickle.loads(Path(sys.argv[1]).read_bytes())
+    (train if isinstance(told[0], str) else serve)(*told)
