@@ -204,6 +204,12 @@ class Coordinator:
             if seq >= numbers.get(Record.from_bytes(text).fragment, seq + 1):
                 yield text
 
+    def _after(self, header: StateHeader) -> Iterator[Record]:
+        """Yields the records that follow a state, as far as there are any: while it was sent, rounds have closed."""
+        for fragment, (at, base) in enumerate(zip(header.applied, self.ledger.base, strict=True)):
+            for seq in self._numbers[fragment][at.round - base.round :][:1]:
+                yield Record.from_bytes(next(self.journal.read(seq - 1))[1])
+
     def _tidy(self, kept: Sequence[int]) -> None:
         """Drops the blobs that nothing names: no record since, open contribution, snapshot, or state on its way."""
         self.store.retain(self._needed(kept))
@@ -328,6 +334,7 @@ class Coordinator:
                 f"the name {hello.site} is in use by a living process: end it first, or wait for"
                 f" {member.until - now:.1f} s if it is dead"
             )
+        is_new = not (member and member.connected and member.incarnation == hello.incarnation)
         rolled_back = bool(self.journal.notes("rolled_back"))
         welcome = replace(
             ledger.hello(hello, now), rolled_back=rolled_back, terms=self._amended, founded_again=bool(self._base)
@@ -335,7 +342,8 @@ class Coordinator:
         counted = self.statistics[hello.site]
         counted.heard_at, counted.incarnations = now, counted.incarnations + (hello.incarnation != counted.incarnation)
         counted.incarnation = hello.incarnation
-        log.info("%s has joined", hello.site)
+        if is_new:
+            log.info("%s has joined", hello.site)
         records = (Event("record", {}, text) for text in self._missing(hello.applied, welcome.kept))
         calls = [event_of(Called(call)) for call in ledger.calls()]
         return itertools.chain([event_of(Welcomed(welcome, ledger.snapshots.best))], records, calls)
@@ -365,11 +373,9 @@ class Coordinator:
             return
         site = peer.name
         with self._lock:
-            if self._ledger is None:
-                self._founding.gone(site)
-            else:
-                self._ledger.leave(site, peer.incarnation)
-            log.info("%s has gone", site)
+            is_founding = self._ledger is None
+            if self._founding.gone(site) if is_founding else self.ledger.leave(site, peer.incarnation):
+                log.info("%s has gone", site)
             self._arriving = {place: own for place, own in self._arriving.items() if place[1] != site}
             self._ask_others(gone=site)
         self._wake()
@@ -548,6 +554,8 @@ class Coordinator:
             if request.for_snapshot:
                 self._snapshot(header, parts, {})
                 self.ledger.snapshots.add(header)
+                for record in self._after(header):
+                    self.ledger.snapshots.check(record)
                 log.info("%s has left a state as a snapshot", request.donor)
             del self._requests[request.name]
             if request.askers:
@@ -705,7 +713,9 @@ class Coordinator:
         with self._lock:
             now = self._clock()
             self._ask_others()
-            self.trouble = self._go_on(now)
+            before, self.trouble = self.trouble, self._go_on(now)
+            if before and not self.trouble:
+                log.warning("what kept rounds from closing is over: %s", before)
             if self._ledger is None:
                 return _AGAIN
             ledger = self._ledger
@@ -735,6 +745,8 @@ class Coordinator:
                     log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
                 self._tell(Event("record", {}, record.to_bytes()))
                 self._call(record.fragment)
+                if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
+                    log.info("run %s has ended", self.run)
             if self._ledger:
                 headers = self._ledger.snapshots.headers
                 kept = {name: own for name, own in self._snapshots.items() if own.header in headers}

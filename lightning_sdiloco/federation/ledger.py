@@ -64,10 +64,11 @@ class Founding:
         except ValueError as error:
             raise Refused(str(error)) from None
 
-    def gone(self, site: str) -> None:
-        self._brought.pop(site, None)
+    def gone(self, site: str) -> bool:
+        """Forgets a site; tells whether it was there."""
         self._proposed.pop(site, None)
         self._founder = None if site == self._founder else self._founder
+        return self._brought.pop(site, None) is not None
 
     @property
     def hellos(self) -> dict[str, Hello]:
@@ -180,11 +181,13 @@ class Ledger:
         member.until = now + self.terms.lease
         member.follows, member.applied = heartbeat.follows, heartbeat.applied
 
-    def leave(self, site: str, incarnation: str) -> None:
-        """Waits no longer for a site: it has left, or its connection has ended."""
+    def leave(self, site: str, incarnation: str) -> bool:
+        """Waits no longer for a site: it has left, or its connection has ended. Tells whether it was there."""
         member = self.members.get(site)
-        if member and member.incarnation == incarnation:
+        was_there = member is not None and member.incarnation == incarnation
+        if was_there:
             del self.members[site]
+        return was_there
 
     def evict(self, site: str) -> None:
         """Throws a site out, by the word of an operator, with what it contributed to open rounds."""

@@ -457,6 +457,9 @@ class FederatedWorld:
                     _log.warning("An operator has amended the terms of the run: %s", event.terms)
                     self.follower.terms = event.terms
                 case Recorded():
+                    if self._waits_for and self.follower.follows:
+                        self._waits_for = ""
+                        _log.warning("Rounds close again.")
                     self.follower.learn(event.record)
                     own = self.follower.fragments[event.record.fragment]
                     if event.blobs is not None and event.record.round > own.applied.round:
@@ -477,7 +480,8 @@ class FederatedWorld:
                     # Once for each reason: nothing else would show why training does not begin.
                     if event.why != self._waits_for:
                         self._waits_for = event.why
-                        _log.warning("Site %s waits: %s", self.follower.site, event.why)
+                        goes_on = "trains on while no rounds close" if self.follower.follows else "waits"
+                        _log.warning("Site %s %s: %s", self.follower.site, goes_on, event.why)
         return requests
 
     def _is_welcome(self, welcome: Welcome) -> bool:

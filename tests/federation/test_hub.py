@@ -38,7 +38,11 @@ from tests.test_rules import nodes_of, of_rooms
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(world: World) -> None:
+def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lightning_sdiloco")
+
     def rounds() -> list[int]:
         return [own["round"] for own in world.service.coordinator.status()["fragments"]]
 
@@ -60,6 +64,7 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(wo
     joiner = world.join("c", seed=5)
     world.run(lambda: joiner.counted >= 2)
     assert joiner.states == ["a"]
+    assert [caplog.messages.count(word) for word in ("b has joined", "b has gone", "c has joined")] == [1, 1, 1]
     require_agreement(world.sites.values())
     status = world.status()
     assert [status["sites"][name]["state"] for name in "ab"] == ["follows", "gone"]
@@ -272,6 +277,23 @@ def test_a_round_costs_each_site_one_stream_and_two_words_however_many_sites_the
     assert len(streams) <= 4 * records
     assert told.count("record") == records
     assert records <= told.count("call") <= records + TERMS.fragments
+
+
+def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_sdiloco.federation.ledger.SNAPSHOT_EVERY", 4)
+    world.start(sites=1)
+    site, given = world.join("a"), list[Any]()
+    world.rounds(2)
+    give, site.connection.give = site.connection.give, lambda *state: given.append(state)
+    world.run(lambda: given)
+    world.more(12)
+    give(*given[0])
+    rounds = [at.round for at in given[0][1].applied]
+    until(lambda: rounds in world.status()["snapshots"])
+    assert world.status()["snapshots"] == [rounds]
+    assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(

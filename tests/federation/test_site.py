@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, Rand
 from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Recorded
+from lightning_sdiloco.federation.wire import NoSpace
 from tests.federation.sites import (
     STEP,
     Site,
@@ -386,14 +388,16 @@ def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> 
     assert max(waited) == pytest.approx(1.03 + 1.0)
 
 
-def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub = VirtualHub(2)
-    first = Site(hub, 0)
+    first = Site(hub, 0, **CHOICES)
     for _ in range(3):
         first.world.hear()
     (waits,) = caplog.messages
     assert waits.startswith("Site s0 waits: ")
-    other = Site(hub, 1)
+    other = Site(hub, 1, **CHOICES)
     for site in (first, other, first, other):
         site.world.hear()
     train([first, other], 5)
@@ -406,6 +410,17 @@ def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(cap
     gone, back = caplog.messages
     assert "trains on without it" in gone
     assert back == "The hub is back: site s0 sends what it has trained."
+    caplog.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full")))
+        train([first, other], 12)
+    train([first, other], 8)
+    assert caplog.messages[0] == "the disk is full"
+    assert sorted(caplog.messages[1:3]) == [
+        f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)
+    ]
+    assert caplog.messages[3] == "what kept rounds from closing is over: the disk is full"
+    assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
 # Sites of several ranks
