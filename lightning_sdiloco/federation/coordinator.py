@@ -48,7 +48,7 @@ from lightning_sdiloco.federation.messages import (
     event_of,
 )
 from lightning_sdiloco.federation.quorum import built_in, quorum_of
-from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, RunConfig, Terms
+from lightning_sdiloco.federation.run_config import AMENDABLE, RETENTION, SNAPSHOT_EVERY, RunConfig, Terms
 from lightning_sdiloco.federation.store import BlobStore, InMemoryStore, SQLiteLedger, sync_folder
 from lightning_sdiloco.federation.wire import CHUNK, Busy, Header, HubError, Missing, NoSpace
 
@@ -656,6 +656,16 @@ class Coordinator:
         self._wake()
         return count
 
+    def _still_needs(self, ledger: Ledger) -> int:
+        """Returns how many bytes more the store will hold before a snapshot makes room: payloads, and a state."""
+        states = [sum(part.size for part in own.parts) for own in self._snapshots.values()]
+        last = (record for history in ledger.history for record in list(history)[-1:])
+        payloads = {
+            record.fragment: sum(payload.size for own in record.counted for payload in own.payloads) for record in last
+        }
+        rounds = {p: max(0, SNAPSHOT_EVERY - ledger.closed[p].round + ledger.kept[p] - 1) for p in payloads}
+        return sum(rounds[p] * payloads[p] for p in payloads) + max(states, default=0)
+
     def status(self) -> Status:
         with self._lock:
             status: Status = {"run": self.run, "founded": self._ledger is not None, "trouble": self.trouble}
@@ -699,6 +709,7 @@ class Coordinator:
                     "bytes_per_second": round(counted.rate),
                 }
             return status | {
+                "disk": {"still_needs": self._still_needs(ledger), "free": getattr(self.store, "free", None)},
                 "run_config": self.run_config.summary() | {"terms": plain(self.terms)} if self.run_config else None,
                 "records": ledger.seq,
                 "sites": sites,

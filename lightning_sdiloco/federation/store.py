@@ -248,6 +248,11 @@ class BlobStore:
             self.spool.mkdir(exist_ok=True)
         self._stored: dict[str, float] = {}  # when this process stored a blob, on the clock of time.monotonic()
 
+    @property
+    def free(self) -> int | None:
+        """How many bytes there is room for, where that is known."""
+        return None if self._folder is None else shutil.disk_usage(self._folder.parent).free
+
     def put(self, blob: Bytes) -> str:
         view = memoryview(blob).cast("B")
         upload = self.begin(key_of(view), len(view))

@@ -44,7 +44,7 @@ from lightning_sdiloco.launch.reachability import (
 )
 from lightning_sdiloco.launch.rendezvous import Rendezvous, reason, rendezvous_at, try_to_connect
 from lightning_sdiloco.planning.planner import HUB_CONNECTIONS
-from lightning_sdiloco.planning.units import readable_rate
+from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.tools.hub import HubOptions
 from lightning_sdiloco.tools.output import plain
 
@@ -535,6 +535,12 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         return
     if status["trouble"]:
         yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
+    needs, free = status["disk"]["still_needs"], status["disk"]["free"]
+    if free is not None:
+        told, fix = f"the hub has {readable(free)} free, and the run will need {readable(needs)} more", ""
+        if free < needs:
+            fix = "Make room, or give the hub another --store: without room no rounds close."
+        yield Finding("slow" if fix else "ok", "disk", told, fix)
     run_config, records, sites = status["run_config"], status["records"], len(status["sites"])
     terms = run_config["terms"]
     ends = "without an end" if terms["rounds"] is None else f"{terms['rounds']} rounds"

@@ -16,6 +16,8 @@ import pytest
 from lightning_sdiloco.federation import server
 from lightning_sdiloco.federation.keys import init_keys, wall_clock
 from lightning_sdiloco.federation.server import HubService
+from lightning_sdiloco.federation.store import BlobStore
+from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
@@ -237,6 +239,16 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert told["status"]["run_config"]["settings"] == {"compression": "'none'"}
     assert told["reachability"]["state"] == "slow"
     assert f"127.0.0.1:{closed}: connection refused" in told["reachability"]["found"]
+    assert told["disk"]["state"] == "ok"
+    with monkeypatch.context() as patch:
+        patch.setattr(BlobStore, "free", 99)
+        told = examined(*bundle)
+    assert told["disk"]["state"] == "slow"
+    # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.
+    state = sum(part.size for own in hub.coordinator._snapshots.values() for part in own.parts)
+    needs, rounds = told["status"]["disk"]["still_needs"], [own["round"] for own in told["status"]["fragments"]]
+    assert needs == 16 * sum(50 - round for round in rounds) + state
+    assert f"the hub has 99 bytes free, and the run will need {readable(needs)} more" in told["disk"]["found"]
     hub.close()
     told = examined(*bundle, code=1)
     assert told["reachability"]["found"] == f"127.0.0.1:{hub.port}: connection refused"

@@ -101,7 +101,7 @@ MUTANTS: list[tuple[str, int, Any, str, Any]] = [
     ("a site launches with a single step", 1, Progress, "launches", eager),
     (
         "a site does not look at its values",
-        0,
+        4,
         Follower,
         "land",
         lambda f, own, _, after: land(f, own, own.digest, after),
