@@ -1,9 +1,9 @@
 """What a round costs the hub: the processor time of its process alone, with 2 to 64 sites.
 
-    python -m benchmarks.hub_rounds [--quick] [--json FILE] [--sites 2,8,64] [--bytes 16384]
+    python -m benchmarks.hub_rounds [--quick] [--json FILE] [--sites 2,8,64] [--bytes 16384] [--mean hub]
 
-Sites without a model contribute payloads of random bytes, with TLS and certificates, and fetch those of the others. All
-of them stand in another process. Heartbeats are in the numbers: one a second of each site.
+Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of the others, or the
+mean. All of them stand in another process. Heartbeats are in the numbers: one a second of each site.
 """
 
 import os
@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from typing_extensions import override
 from benchmarks import report
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.keys import add_keys, init_keys
+from lightning_sdiloco.federation.mean import encoded
 from lightning_sdiloco.federation.messages import Record
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import Terms
@@ -35,12 +37,12 @@ TERMS = Terms(fragments=1, sync_every=4, overlap_steps=2, grace=60.0, lease=60.0
 class LightSite(ScriptedSite):
     """Contributes random values, and holds what the number of the round says."""
 
-    numbers = np.random.default_rng(0)
-    values = 0
+    payload = b""
 
     @override
-    def gradient(self, part: Any) -> np.ndarray:
-        return self.numbers.standard_normal(self.values).astype(np.float32)
+    def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
+        # The scale of the first block tells one payload from another.
+        return np.random.default_rng().integers(100, 16000, 1, np.uint16).tobytes() + self.payload[2:]
 
     @override
     def stepped(self, record: Record, old: Values, payloads: Sequence[Any]) -> Values:
@@ -53,7 +55,7 @@ def processor_time(process: "subprocess.Popen[str]") -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(sites: int, size: int, rounds: int) -> dict[str, float]:
+def measure(sites: int, size: int, rounds: int, at_hub: bool) -> dict[str, float]:
     """Returns the hub's seconds a round, of its processor and by the clock."""
     with tempfile.TemporaryDirectory() as folder:
         keys, names = Path(folder, "keys"), [f"site-{number:02d}" for number in range(sites)]
@@ -63,13 +65,16 @@ def measure(sites: int, size: int, rounds: int) -> dict[str, float]:
         command = [sys.executable, "-m", "benchmarks.hub_rounds", "--serve", folder, str(sites)]
         hub = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert hub.stdout is not None
-        port, own = int(hub.stdout.readline()), run_config(TERMS)
+        terms, values = replace(TERMS, hub_mean="fp4" if at_hub else None), size * 128 // 66 // 128 * 128
+        payload = encoded(np.random.default_rng(0).standard_normal(values).astype(np.float32), "fp4")
+        own = replace(run_config(terms), fragments=((("weight", f"({values},)"),),))
+        port = int(hub.stdout.readline())
 
         def joins(name: str) -> LightSite:
             client = HubClient(f"127.0.0.1:{port}", RUN, name, keys=keys, channels=1)
             connection = HubConnection(client)
             site = LightSite(connection, connection.agree(own), [first_values(0)])
-            site.values = size // 4
+            site.payload = payload
             connection.hello(site.follower)
             return site
 
@@ -108,9 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--sites", default=",".join(map(str, SITES)), help="how many, in turn")
     parser.add_argument("--bytes", type=int, default=16 << 10, help="of a payload")
+    parser.add_argument("--mean", choices=("sites", "hub"), default="sites", help="who averages")
     options = parser.parse_args(words)
     chosen = [int(one) for one in options.sites.split(",")]
-    rows = [measure(sites, options.bytes, ROUNDS) for sites in (chosen[:1] if options.quick else chosen)]
+    chosen = chosen[:1] if options.quick else chosen
+    rows = [measure(sites, options.bytes, ROUNDS, options.mean == "hub") for sites in chosen]
     table = [[f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"] for row in rows]
     report.show("A round at the hub", ["sites", "its processor, s", "a round takes, s"], table)
     headline = {f"{row['sites']} sites: s of the hub's processor": row["processor"] for row in rows}

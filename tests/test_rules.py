@@ -145,9 +145,11 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
     standard, below = set(sys.stdlib_module_names), [room for room in FLOOR if FLOOR[room] < FLOOR["lightning"]]
     arithmetic = ("algorithm.partition", "algorithm.schedule", "errors", "planning.link", "planning.paper")
     plain = standard | {NAME, "typing_extensions"}
+    mean = f"{NAME}.federation.mean"
     for modules, allowed in (
         # typing_extensions and fsspec come with torch.
-        (of_rooms(*below), plain | {"torch", "fsspec"}),
+        ([module for module in of_rooms(*below) if module != mean], plain | {"torch", "fsspec"}),
+        ([mean], plain | {"numpy"}),
         ([f"{NAME}.{name}" for name in arithmetic], standard),
         ([*of_rooms("planning"), *RULES], plain),
     ):

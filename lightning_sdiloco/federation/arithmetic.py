@@ -108,7 +108,7 @@ class SiteArithmetic:
         ]
         count = plain(controls) if record.final else self._aggregation.count(controls)
         sites = self._received(record, blobs)
-        mean = self._mean(fragment, sites, count, values)
+        mean = self._mean(fragment, sites, Count({0: 1.0}) if record.mean else count, values)
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
         norm, began = whole_norm(mean, self._site), time.perf_counter()
@@ -137,11 +137,12 @@ class SiteArithmetic:
         return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
-        """Returns what came of each site: of one of as many ranks what this rank needs, of others everything."""
+        """Returns what came of sites, or the hub: of one of as many ranks what this rank needs, of others all."""
         of_ranks = [fetched_by(rank, self._ranks, record) for rank in range(self._ranks)]
         rounded = self._at(record.fragment, record.round)
-        encoded_by = [self._exact_all_reduce if own.exact else rounded for own in record.counted]
-        sites = [_Site(len(own.payloads), by, {}) for own, by in zip(record.counted, encoded_by, strict=True)]
+        exact = [record.final] if record.mean else [own.exact for own in record.counted]
+        encoded_by = [self._exact_all_reduce if own else rounded for own in exact]
+        sites = [_Site(len(payloads), by, {}) for payloads, by in zip(record.sources, encoded_by, strict=True)]
         for site, place, payload in of_ranks[self._rank]:
             sites[site].payloads[place] = torch.frombuffer(bytearray(blobs[payload.key]), dtype=torch.uint8)
         # What came of sites of another number of ranks all need, whichever has fetched it.
@@ -206,11 +207,11 @@ class SiteArithmetic:
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:
-    """Returns the payloads that a rank fetches: of which site in the record, of which rank there, and its name."""
+    """Returns the payloads that a rank fetches: of which source in the record, of which rank there, and its name."""
     return [
-        (site, place, own.payloads[place])
-        for site, own in enumerate(record.counted)
-        for place in places_of(rank, ranks, len(own.payloads))
+        (source, place, payloads[place])
+        for source, payloads in enumerate(record.sources)
+        for place in places_of(rank, ranks, len(payloads))
     ]
 
 

@@ -599,8 +599,11 @@ class InProcessClient:
 
     def hear(self, event: Event) -> None:
         said = said_in(event)
-        counted = said.record.counted if isinstance(said, Recorded) else ()
-        payloads = [payload for own in counted if own.site != self.identity.name for payload in own.payloads]
+        payloads = list[Payload]()
+        if isinstance(said, Recorded):
+            own = said.record.of(self.identity.name)
+            sent = own.payloads if own else ()
+            payloads = [payload for source in said.record.sources for payload in source if payload not in sent]
         parts = said.parts if isinstance(said, StateOffered) else ()
         self._down.carry(sum(one.size for one in (*payloads, *parts)), partial(self._connection.hear, event))
 

@@ -12,6 +12,7 @@ from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_w
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
 from lightning_sdiloco.federation.arithmetic import self_test
@@ -49,6 +50,8 @@ class Federation:
             ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
+        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all of
+            them the same mean, encoded once more, so that a site fetches as much however many there are.
         sites: Refused: how many sites found the run its operator says to the hub, ``sdiloco hub --sites``.
 
     Raises:
@@ -73,6 +76,7 @@ class Federation:
     late: Literal["drop", "carry"] = "drop"
     patience: float = 3600.0
     rounds: int | None = None
+    mean: Literal["sites", "hub"] = "sites"
     sites: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +94,7 @@ class Federation:
         is_enough = not isinstance(quorum, int) or quorum >= 1
         self._require("quorum", is_enough, "at least 1, or a Quorum", "1 is the default")
         self._require("late", self.late in ("drop", "carry"), "'drop' or 'carry'", "'drop' is the default")
+        self._require("mean", self.mean in ("sites", "hub"), "'sites' or 'hub'", "'sites' is the default")
         self._require("patience", is_real(self.patience) and self.patience >= 0, "at least 0", "3600.0 is the default")
         is_number = self.rounds is None or (is_whole(self.rounds) and self.rounds >= 1)
         self._require("rounds", is_number, "a whole number of at least 1, or None", "None is the default")
@@ -110,7 +115,7 @@ class Federation:
     def _require(self, name: str, holds: bool, rule: str, advice: str) -> None:
         if not holds:
             value = getattr(self, name)
-            fault = "out of range" if name == "late" else fault_of(value, name == "rounds")
+            fault = "out of range" if name in ("late", "mean") else fault_of(value, name == "rounds")
             raise ValueError(f"{name}={value!r} is {fault}: it must be {rule}. Choose another {name}; {advice}.")
 
     @property
@@ -142,6 +147,17 @@ class Federation:
             if is_refused:
                 value = getattr(settings, name)
                 raise ValueError(f"{name}={value!r} does not go with a federation: {why}. Leave {name} out.")
+        if self.mean == "hub":
+            if settings.outer.clip_norm is not None:
+                raise ValueError(
+                    f"clip_norm={settings.outer.clip_norm:g} does not go with mean='hub', which clips nothing. Leave"
+                    " one of them out."
+                )
+            if code_of(settings) is None:
+                raise ValueError(
+                    f"compression={settings.compression!r} does not go with mean='hub': a hub reads 'fp4' and 'fp32',"
+                    " with and without memory. Choose one of them, or leave mean out."
+                )
 
     def join(self, rounds: Rounds, topology: Topology) -> FederatedWorld:
         """Joins: brings the run config of this site, and begins to follow the records. The engine calls it."""
@@ -151,6 +167,8 @@ class Federation:
                 f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave"
                 " it out, and start the others as sites of their own."
             )
+        if self.mean == "hub" and any(isinstance(own.layout, ShardedLayout) for own in rounds.fragments):
+            raise ValueError("mean='hub' does not go with a model that is sharded over the ranks. Leave it out.")
         ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:
@@ -174,6 +192,13 @@ class Federation:
         return FederatedWorld(rounds, topology, connection, follower, waits=self.grace != "auto")
 
 
+def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
+    """Returns the code of what is sent, if a hub reads it."""
+    codec = settings.codec
+    inner = codec.compression if isinstance(codec, ErrorFeedback) else codec
+    return "fp4" if type(inner) is FP4 else "fp32" if type(inner) is Float32 else None
+
+
 def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     settings = rounds.settings
     terms = Terms(
@@ -185,6 +210,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         quorum=federation.quorum_of_terms,
         rounds=federation.rounds,
         guard=settings.outer.guard,
+        hub_mean=code_of(settings) if federation.mean == "hub" else None,
     )
     parameters = trainable(rounds.model)
     fragments = tuple(

@@ -140,7 +140,7 @@ class Coordinator:
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
         self._snapshot_at = clock()
         self._backing_up: set[str] = set()
-        self._copying = threading.Lock()
+        self._copying, self._averaging = threading.Lock(), threading.Lock()
         self.backup_folder: Path | None = None
 
     # What is durable
@@ -184,7 +184,7 @@ class Coordinator:
 
     def _indexed(self, record: Record) -> Record:
         self._numbers[record.fragment].append(record.seq)
-        keys = tuple(payload.key for own in record.counted for payload in own.payloads)
+        keys = tuple(payload.key for payloads in record.sources for payload in payloads)
         self._named[record.fragment].append((record.round, keys))
         return record
 
@@ -225,6 +225,7 @@ class Coordinator:
             needed.update(key for _, keys in named for key in keys)
         for text in self.journal.notes("open/").values():
             needed.update(payload.key for payload in Contribution.from_bytes(text).payloads)
+        needed.update(text.decode() for text in self.journal.notes("residual/").values())
         return needed | self._backing_up
 
     def back_up(self, folder: Path) -> int:
@@ -444,6 +445,7 @@ class Coordinator:
                 return answer.value
             if not own.payloads:
                 raise Refused(f"{own.site} contributes nothing to round {own.round} of fragment {own.fragment}")
+            self._require_size(own)
             if not is_here:
                 self._arriving[own.fragment, own.site] = own, incarnation
                 return "waiting"
@@ -452,6 +454,14 @@ class Coordinator:
             self._call(own.fragment, own)
         self._wake()
         return Answer.OPEN.value
+
+    def _require_size(self, own: Contribution) -> None:
+        """Refuses payloads that the hub could not read, where it is the hub that reads them."""
+        code, run_config = self.ledger.terms.hub_mean, self.run_config
+        if code is not None and run_config is not None:
+            sizes = run_config.payload_sizes(own.fragment, "fp32" if own.exact else code, len(own.payloads))
+            if [payload.size for payload in own.payloads] != sizes:
+                raise Refused(f"{own.site} sends payloads of other sizes than those of fragment {own.fragment}")
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         site = peer.name
@@ -647,7 +657,9 @@ class Coordinator:
                     " that round, or a later one."
                 )
             gone = [
-                name for name in self.journal.notes() if name.startswith(("snapshot/", "open/")) and name not in kept
+                name
+                for name in self.journal.notes()
+                if name.startswith(("snapshot/", "open/", "residual/")) and name not in kept
             ]
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
             self._snapshots, self.trouble = kept, None
@@ -661,7 +673,7 @@ class Coordinator:
         states = [sum(part.size for part in own.parts) for own in self._snapshots.values()]
         last = (record for history in ledger.history for record in list(history)[-1:])
         payloads = {
-            record.fragment: sum(payload.size for own in record.counted for payload in own.payloads) for record in last
+            record.fragment: sum(payload.size for payloads in record.sources for payload in payloads) for record in last
         }
         rounds = {p: max(0, SNAPSHOT_EVERY - ledger.closed[p].round + ledger.kept[p] - 1) for p in payloads}
         return sum(rounds[p] * payloads[p] for p in payloads) + max(states, default=0)
@@ -721,10 +733,17 @@ class Coordinator:
 
     def tick(self) -> float:
         """Closes the rounds that are due, and looks after states, snapshots and the store."""
+        seconds = self._tick()
+        self._average()
+        return seconds
+
+    def _tick(self) -> float:
         with self._lock:
             now = self._clock()
             self._ask_others()
-            before, self.trouble = self.trouble, self._go_on(now)
+            before, trouble = self.trouble, self._go_on(now)
+            # What waits for its mean had no room for it.
+            self.trouble = trouble or (before if self._ledger and self._ledger.closing else None)
             if before and not self.trouble:
                 log.warning("what kept rounds from closing is over: %s", before)
             if self._ledger is None:
@@ -745,19 +764,10 @@ class Coordinator:
         try:
             self._hand_on()
             for record in self._ledger.due(now) if self._ledger else ():
-                gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
-                self.journal.append(record.seq, record.to_bytes(), gone)
-                self.ledger.append(self._indexed(record))
-                for out in record.left_out:
-                    counted = self.statistics[out.site]
-                    counted.not_finite += out.reason == "not finite"
-                    counted.too_long += out.reason == "too long"
-                    told = record.round, record.fragment, out.site, out.reason
-                    log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
-                self._tell(Event("record", {}, record.to_bytes()))
-                self._call(record.fragment)
-                if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
-                    log.info("run %s has ended", self.run)
+                if self.ledger.terms.hub_mean is None:
+                    self._close(record)
+                else:
+                    self.ledger.closing[record.fragment] = record
             if self._ledger:
                 headers = self._ledger.snapshots.headers
                 kept = {name: own for name, own in self._snapshots.items() if own.header in headers}
@@ -765,15 +775,59 @@ class Coordinator:
                     self.journal.note(dict.fromkeys(dropped))
                     self._snapshots = kept
         except (AgreementError, NoSpace) as error:
-            if str(error) != self.trouble:
-                log.error("%s", error)
-                self._tell(event_of(Waiting(str(error))))
-            return str(error)
+            return self._troubled(error)
         return None
+
+    def _troubled(self, error: Exception) -> str:
+        if str(error) != self.trouble:
+            log.error("%s", error)
+            self._tell(event_of(Waiting(str(error))))
+        return str(error)
+
+    def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
+        """Makes a record durable, and then tells it."""
+        gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
+        self.journal.append(record.seq, record.to_bytes(), gone | dict(notes or {}))
+        self.ledger.append(self._indexed(record))
+        for out in record.left_out:
+            counted = self.statistics[out.site]
+            counted.not_finite += out.reason == "not finite"
+            counted.too_long += out.reason == "too long"
+            told = record.round, record.fragment, out.site, out.reason
+            log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
+        self._tell(Event("record", {}, record.to_bytes()))
+        self._call(record.fragment)
+        if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
+            log.info("run %s has ended", self.run)
+
+    def _average(self) -> None:
+        """Means what closes, one at a time and without the lock: it takes a while, and others go on meanwhile."""
+        if self._ledger is None or not self._ledger.closing or not self._averaging.acquire(blocking=False):
+            return
+        from lightning_sdiloco.federation.mean import averaged  # only who chose it needs numpy
+
+        try:
+            for record in list(self.ledger.closing.values()):
+                name, get, code = f"residual/{record.fragment:06d}", self.store.get, self.ledger.terms.hub_mean
+                kept = self.journal.notes(name).get(name)
+                sizes = self.run_config.numels(record.fragment) if self.run_config else (0, 0)
+                payload, residual = averaged(
+                    record, get, *sizes, code or "", None if kept is None else get(kept.decode())
+                )
+                mean, key = Payload(self.store.put(payload), len(payload)), self.store.put(residual)
+                with self._lock:
+                    if self.ledger.closing.get(record.fragment) is record:
+                        self._close(replace(record, seq=self.ledger.seq, mean=mean), {name: key.encode()})
+        except NoSpace as error:
+            with self._lock:
+                self.trouble = self._troubled(error)
+        finally:
+            self._averaging.release()
 
     def _call(self, fragment: int | None = None, own: Contribution | None = None) -> None:
         """Tells all for which rounds to launch, once, and of large payloads that can be fetched before they count."""
-        is_large = own is not None and any(payload.size > CHUNK for payload in own.payloads)
+        fetched = own is not None and self.ledger.terms.hub_mean is None
+        is_large = fetched and own is not None and any(payload.size > CHUNK for payload in own.payloads)
         for call in self.ledger.calls():
             if fragment in (None, call.fragment) and (is_large or call != self._called.get(call.fragment)):
                 self._called[call.fragment] = call

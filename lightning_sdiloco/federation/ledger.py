@@ -140,6 +140,8 @@ class Ledger:
         self.closed = list(self.base)
         self.members: dict[str, Member] = {}
         self.open: dict[int, OpenRound] = {}
+        # Records that are decided, and wait for the mean of the hub.
+        self.closing: dict[int, Record] = {}
         self.snapshots = Snapshots(snapshots)
         self.quorum = quorum or quorum_of(terms.quorum)
         self.history: list[deque[Record]] = [deque(maxlen=RETENTION) for _ in range(terms.fragments)]
@@ -199,6 +201,7 @@ class Ledger:
             round.arrived.pop(site, None)
             round.undecided_since = None
         self.open = {fragment: round for fragment, round in self.open.items() if round.here}
+        self.closing.clear()
 
     def _member(self, site: str, incarnation: str) -> Member:
         member = self.members.get(site)
@@ -228,7 +231,7 @@ class Ledger:
         closed = self.closed[own.fragment].round
         if own.round > closed + 1:
             raise Refused(f"round {own.round} of fragment {own.fragment} rests on records that are not here: {closed}")
-        if own.round <= closed or self.has_ended(own.fragment):
+        if own.round <= closed or own.fragment in self.closing or self.has_ended(own.fragment):
             return Answer.LATE
         if own.previous != self.closed[own.fragment].key:
             raise Refused(
@@ -280,7 +283,7 @@ class Ledger:
         records: list[Record] = []
         undecided: list[AgreementError] = []
         sites = self._contributors(now)
-        for fragment in sorted(self.open):
+        for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
             # Who is there and does not count is still there: otherwise a round might never close.
             if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(fragment, round, sites, now):
@@ -369,6 +372,7 @@ class Ledger:
         self.seq += 1
         self.closed[record.fragment] = record.position
         self.history[record.fragment].append(record)
+        self.closing.pop(record.fragment, None)
         round = self.open.pop(record.fragment, None)
         self._timings.closes(record, round.opened if round else None)
         self.snapshots.check(record)
@@ -388,6 +392,7 @@ class Ledger:
     def amend(self, terms: Terms, quorum: Quorum) -> None:
         """Takes other terms from here on. A round that is open, and was to be the last, closes as any other."""
         self.terms, self.quorum = terms, quorum
+        self.closing.clear()
 
     def has_ended(self, fragment: int) -> bool:
         return any(record.final for record in self.history[fragment])

@@ -116,12 +116,18 @@ class Record(Message):
     left_out: Annotated[tuple[LeftOut, ...], MOST_SITES] = ()
     final: bool = False
     timings: Annotated[tuple[Timing, ...], 2 * MOST_SITES] = unsaid(())
+    mean: Payload | None = unsaid(None)
 
     sealed = True
 
     @cached_property
     def key(self) -> str:
         return key_of(encoded(plain(self)))
+
+    @property
+    def sources(self) -> list[tuple[Payload, ...]]:
+        """What is fetched: the mean of the hub, or what each site that counts has sent."""
+        return [(self.mean,)] if self.mean else [own.payloads for own in self.counted]
 
     @property
     def digest(self) -> int:

@@ -157,12 +157,12 @@ class HubConnection:
         """Begins to fetch large payloads that will be needed if they count."""
         if own.site != self.site and not self._closed.is_set():
             with self._changed:
-                for payload in self._wanted(own):
+                for payload in self._wanted(own.payloads):
                     if payload.size > CHUNK and payload.key not in self._early:
                         self._early[payload.key] = own.fragment, own.round, self._begin(payload)
 
-    def _wanted(self, own: Contribution) -> list[Payload]:
-        return [own.payloads[place] for place in places_of(self._rank, self._ranks, len(own.payloads))]
+    def _wanted(self, payloads: Sequence[Payload]) -> list[Payload]:
+        return [payloads[place] for place in places_of(self._rank, self._ranks, len(payloads))]
 
     def fetch(self, record: Record) -> None:
         self._submit("records", self._deliver, record)
@@ -320,7 +320,7 @@ class HubConnection:
 
     def _deliver(self, record: Record) -> None:
         """Tells of a record when all that is wanted of its payloads is here, or some of it is gone."""
-        blobs = self._blobs([payload for own in record.counted for payload in self._wanted(own)])
+        blobs = self._blobs([payload for payloads in record.sources for payload in self._wanted(payloads)])
         with self._changed:
             # What came early and did not count is not needed.
             self._early = {

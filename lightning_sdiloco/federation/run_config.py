@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.errors import Refused
@@ -54,12 +54,17 @@ class Terms:
     quorum: int | ChosenQuorum = 1
     rounds: int | None = None
     guard: float | None = GUARD
+    hub_mean: Literal["fp4", "fp32"] | None = None  # the code of what the hub means, where it does
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
-            is_chosen = isinstance(value, ChosenQuorum) or (item.name in ("rounds", "guard") and value is None)
+            is_chosen = (
+                isinstance(value, ChosenQuorum | str)
+                or (item.default is None or item.name == "guard")
+                and value is None
+            )
             if not is_chosen and not value >= least:
                 raise ValueError(f"{item.name}={value!r} is out of range: it must be at least {least}.")
         if self.overlap_steps >= self.sync_every:
@@ -116,8 +121,21 @@ class RunConfig(Message):
     @cached_property
     def numel(self) -> int:
         """How many values all parameters and buffers have."""
-        shapes = (shape.split(")")[0] for own in self.fragments for _, shape in own)
-        return sum(math.prod(map(int, _SIZES.findall(shape))) for shape in shapes)
+        return sum(sum(self.numels(fragment)) for fragment in range(len(self.fragments)))
+
+    def numels(self, fragment: int) -> tuple[int, int]:
+        """Returns how many values the parameters of a fragment have, and its buffers."""
+        numels = [0, 0]
+        for _, shape in self.fragments[fragment]:
+            numels[shape.endswith("buffer")] += math.prod(map(int, _SIZES.findall(shape.split(")")[0])))
+        return numels[0], numels[1]
+
+    def payload_sizes(self, fragment: int, code: str, ranks: int) -> list[int]:
+        """Returns the bytes that each rank of a site sends in fp4 or fp32: of a shard, and the first one of buffers."""
+        numel, buffers = self.numels(fragment)
+        shard = -(-numel // ranks)
+        size = 4 * shard if code == "fp32" else 2 * -(-shard // 128) + -(-shard // 2)
+        return [size + 4 * buffers, *[size] * (ranks - 1)]
 
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""

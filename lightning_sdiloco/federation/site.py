@@ -416,7 +416,7 @@ class FederatedWorld:
             bytes_received=sum(
                 payload.size
                 for index, _, payload in fetched_by(group.group_rank, group.group_size, record)
-                if index != own
+                if record.mean or index != own
             ),
             sites=tuple(one.site for one in record.counted),
         )

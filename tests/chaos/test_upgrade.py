@@ -68,7 +68,8 @@ def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stay
     require_extra()
     newer = copied(tmp_path / "newer", NEWER, "0.1.99")
     other = copied(tmp_path / "other", OTHER_ARITHMETIC, "0.1.99")
-    with Upgraded(tmp_path, "abc", 0.05) as world:
+    # With the mean of the hub, which goes on from what rounding has left out.
+    with Upgraded(tmp_path, "abc", 0.05, mean="hub") as world:
         world.package, world.sites = ROOT, ("a", "b")
         play = Play(world)
         play.begin()

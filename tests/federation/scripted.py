@@ -216,7 +216,7 @@ class ScriptedSite:
         part = self.parts[p]
         gradient = self.gradient(part)
         exact = self.follower.fragments[p].is_last(self.follower.terms)
-        payload = (gradient if exact else rounded(gradient)).tobytes()
+        payload = self.encoded(gradient, exact)
         named, finite = (Payload(key_of(payload), len(payload)),), bool(np.isfinite(gradient).all())
         begun = self.follower.begin(p, self.at)
         sent = self.follower.complete(replace(begun, digest=part.values.digest, payloads=named, finite=finite))
@@ -227,6 +227,9 @@ class ScriptedSite:
         part.finite, part.flight, part.held, part.payload = finite, part.held, [], payload
         self.contribute(sent)
 
+    def encoded(self, gradient: np.ndarray, exact: bool) -> bytes:
+        return (gradient if exact else rounded(gradient)).tobytes()
+
     def contribute(self, own: Contribution) -> None:
         self.connection.contribute(own, {own.payloads[0].key: self.parts[own.fragment].payload})
 
@@ -236,7 +239,7 @@ class ScriptedSite:
     def land(self, record: Record) -> None:
         p = record.fragment
         old, blobs = self.parts[p].values, self.blobs.pop(record.key)
-        new = self.stepped(record, old, [blobs[own.payloads[0].key] for own in record.counted])
+        new = self.stepped(record, old, [blobs[source[0].key] for source in record.sources])
         landing = self.follower.land(record, old.digest, new.digest)
         self.counted += record.of(self.follower.site) is not None
         self.lands(record, landing, new)

@@ -83,7 +83,7 @@ class Site:
                 return made[0]
 
         terms = {"late": "carry", "grace": 1.0, "lease": 2.0}
-        terms |= {name: choices.pop(name) for name in ("late", "rounds", "grace") if name in choices}
+        terms |= {name: choices.pop(name) for name in ("late", "rounds", "grace", "mean") if name in choices}
         federation = Here("hub:1", "run", f"s{index}", insecure=True, **terms)
         choices = {"fragments": "strided:1", "inner_optimizers": [self.optimizer]} | choices
         self.engine = StreamingDiLoCo(self.model, topology=self.topology, federation=federation, **choices)
