@@ -136,7 +136,6 @@ class Coordinator:
         self._arriving: dict[tuple[int, str], tuple[Contribution, str]] = {}
         self._tidy_at = clock() + _TIDY_EVERY
         self._requests: dict[str, StateRequest] = {}
-        self._called: dict[int, Call] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
         self._snapshot_at = clock()
         self._backing_up: set[str] = set()
@@ -663,7 +662,7 @@ class Coordinator:
             ]
             self.journal.cut(count, {**dict.fromkeys(gone), "ending": None, "rolled_back": b"1"})
             self._snapshots, self.trouble = kept, None
-            self._ledger, self._called = self._opened(), {}
+            self._ledger = self._opened()
             log.warning("an operator has rolled the run back to round %d: %d records are left", round, count)
         self._wake()
         return count
@@ -825,12 +824,11 @@ class Coordinator:
             self._averaging.release()
 
     def _call(self, fragment: int | None = None, own: Contribution | None = None) -> None:
-        """Tells all for which rounds to launch, once, and of large payloads that can be fetched before they count."""
+        """Tells all for which rounds to launch, and of large payloads that can be fetched before they count."""
         fetched = own is not None and self.ledger.terms.hub_mean is None
         is_large = fetched and own is not None and any(payload.size > CHUNK for payload in own.payloads)
         for call in self.ledger.calls():
-            if fragment in (None, call.fragment) and (is_large or call != self._called.get(call.fragment)):
-                self._called[call.fragment] = call
+            if fragment in (None, call.fragment):
                 self._tell(event_of(Called(call, own if is_large else None)))
 
 
