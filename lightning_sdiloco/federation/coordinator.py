@@ -137,7 +137,8 @@ class Coordinator:
         self._tidy_at = clock() + _TIDY_EVERY
         self._requests: dict[str, StateRequest] = {}
         self._handed: list[tuple[float, tuple[Payload, ...]]] = []
-        self._snapshot_at = clock()
+        self._snapshot_at = self._call_at = clock()
+        self._called: dict[int, Call] = {}
         self._backing_up: set[str] = set()
         self._copying, self._averaging = threading.Lock(), threading.Lock()
         self.backup_folder: Path | None = None
@@ -450,17 +451,19 @@ class Coordinator:
                 return "waiting"
             self.journal.note({f"open/{own.fragment:06d}/{own.site}": own.to_bytes()})
             self.ledger.contribute(own, incarnation, self._clock())
-            self._call(own.fragment, own)
+            self._call(own)
         self._wake()
         return Answer.OPEN.value
 
     def _require_size(self, own: Contribution) -> None:
         """Refuses payloads that the hub could not read, where it is the hub that reads them."""
-        code, run_config = self.ledger.terms.hub_mean, self.run_config
-        if code is not None and run_config is not None:
-            sizes = run_config.payload_sizes(own.fragment, "fp32" if own.exact else code, len(own.payloads))
-            if [payload.size for payload in own.payloads] != sizes:
-                raise Refused(f"{own.site} sends payloads of other sizes than those of fragment {own.fragment}")
+        if (code := self.ledger.terms.hub_mean) is None:
+            return
+        from lightning_sdiloco.federation.mean import sizes_of  # only who chose it needs numpy
+
+        assert self.run_config is not None, "the run has been founded"
+        if [payload.size for payload in own.payloads] != sizes_of(own, *self.run_config.numels(own.fragment), code):
+            raise Refused(f"{own.site} sends payloads of other sizes than those of fragment {own.fragment}")
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         site = peer.name
@@ -720,7 +723,7 @@ class Coordinator:
                     "bytes_per_second": round(counted.rate),
                 }
             return status | {
-                "disk": {"still_needs": self._still_needs(ledger), "free": getattr(self.store, "free", None)},
+                "disk": {"still_needs": self._still_needs(ledger), "free": self.store.free},
                 "run_config": self.run_config.summary() | {"terms": plain(self.terms)} if self.run_config else None,
                 "records": ledger.seq,
                 "sites": sites,
@@ -753,6 +756,11 @@ class Coordinator:
                 donor = ledger.source("", now)
                 if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
                     self._ask_donor(donor).for_snapshot = True
+            if now >= self._call_at:
+                # Who has missed that it was called hears it again, for as long as the round is open.
+                self._call_at = now + _AGAIN
+                self._called.clear()
+                self._call()
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
                 self._tidy(ledger.kept)
@@ -795,7 +803,7 @@ class Coordinator:
             told = record.round, record.fragment, out.site, out.reason
             log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
         self._tell(Event("record", {}, record.to_bytes()))
-        self._call(record.fragment)
+        self._call()
         if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
             log.info("run %s has ended", self.run)
 
@@ -806,30 +814,40 @@ class Coordinator:
         from lightning_sdiloco.federation.mean import averaged  # only who chose it needs numpy
 
         try:
-            for record in list(self.ledger.closing.values()):
-                name, get, code = f"residual/{record.fragment:06d}", self.store.get, self.ledger.terms.hub_mean
-                kept = self.journal.notes(name).get(name)
-                sizes = self.run_config.numels(record.fragment) if self.run_config else (0, 0)
-                payload, residual = averaged(
-                    record, get, *sizes, code or "", None if kept is None else get(kept.decode())
-                )
-                mean, key = Payload(self.store.put(payload), len(payload)), self.store.put(residual)
+            with self._lock:
+                closing = list(self.ledger.closing.values())
+                notes, code, run_config = self.journal.notes("residual/"), self.ledger.terms.hub_mean, self.run_config
+            assert code is not None, "only then does a record wait for its mean"
+            assert run_config is not None, "the run has been founded"
+            for record in closing:
+                name, get, sizes = f"residual/{record.fragment:06d}", self.store.get, run_config.numels(record.fragment)
+                kept = notes[name].decode() if name in notes else None
+                payload, residual = averaged(record, get, *sizes, code, None if kept is None else get(kept))
+                mean = Payload(self.store.put(payload), len(payload))
+                key = None if residual is None else self.store.put(residual)
                 with self._lock:
-                    if self.ledger.closing.get(record.fragment) is record:
-                        self._close(replace(record, seq=self.ledger.seq, mean=mean), {name: key.encode()})
+                    if self.ledger.closing.get(record.fragment) is not record:
+                        continue
+                    note = None if key is None else key.encode()
+                    self._close(replace(record, seq=self.ledger.seq, mean=mean), {name: note})
+                    # It is as large as a fragment in float32, and of no use any more.
+                    if kept is not None and kept != key and kept not in self._backing_up:
+                        self.store.drop(kept)
         except NoSpace as error:
             with self._lock:
                 self.trouble = self._troubled(error)
         finally:
             self._averaging.release()
 
-    def _call(self, fragment: int | None = None, own: Contribution | None = None) -> None:
-        """Tells all for which rounds to launch, and of large payloads that can be fetched before they count."""
-        fetched = own is not None and self.ledger.terms.hub_mean is None
-        is_large = fetched and own is not None and any(payload.size > CHUNK for payload in own.payloads)
+    def _call(self, own: Contribution | None = None) -> None:
+        """Tells all for which rounds to launch, once, and of a large payload that can be fetched before it counts."""
+        if own and (self.ledger.terms.hub_mean or all(payload.size <= CHUNK for payload in own.payloads)):
+            own = None
         for call in self.ledger.calls():
-            if fragment in (None, call.fragment):
-                self._tell(event_of(Called(call, own if is_large else None)))
+            early = own if own and own.fragment == call.fragment else None
+            if early or self._called.get(call.fragment) != call:
+                self._called[call.fragment] = call
+                self._tell(event_of(Called(call, early)))
 
 
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:

@@ -22,6 +22,14 @@ _LEVELS = np.array(
 )
 
 
+def sizes_of(own: Contribution, numel: int, buffers: int, code: str) -> list[int]:
+    """Returns how many bytes each rank of a site sends: of its shard, and the first one of the buffers too."""
+    ranks = len(own.payloads)
+    length = -(-numel // ranks)
+    size = 4 * length if own.exact or code == "fp32" else 2 * -(-length // _BLOCK) + -(-length // 2)
+    return [size + 4 * buffers, *[size] * (ranks - 1)]
+
+
 def decoded(payload: Bytes, numel: int, code: str) -> Vector:
     if code == "fp32":
         return np.frombuffer(payload, "<f4", numel)
@@ -54,8 +62,8 @@ def averaged(
     buffers: int,
     code: str,
     residual: Bytes | None,
-) -> tuple[bytes, bytes]:
-    """Returns the payload with the mean of what a record counts, and what rounding has left out of it.
+) -> tuple[bytes, bytes | None]:
+    """Returns the payload with the mean of what a record counts, and what rounding has left out of it, if it rounds.
 
     Args:
         record: Whose contributions count, and in which order they are added up.
@@ -81,7 +89,8 @@ def averaged(
     finite = [tail for tail in tails if np.isfinite(tail).all()] or tails[:1]
     is_same = all(np.array_equal(tail, finite[0]) for tail in finite)
     tail = finite[0] if is_same else np.mean(finite, axis=0, dtype=np.float32)
-    return payload + tail.astype("<f4").tobytes(), (mean - decoded(payload, numel, code)).tobytes()
+    rest = None if code == "fp32" else (mean - decoded(payload, numel, code)).tobytes()
+    return payload + tail.astype("<f4").tobytes(), rest
 
 
 def _sent(own: Contribution, get: Callable[[str], Bytes], numel: int, buffers: int, code: str) -> tuple[Vector, Vector]:

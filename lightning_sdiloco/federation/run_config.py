@@ -130,13 +130,6 @@ class RunConfig(Message):
             numels[shape.endswith("buffer")] += math.prod(map(int, _SIZES.findall(shape.split(")")[0])))
         return numels[0], numels[1]
 
-    def payload_sizes(self, fragment: int, code: str, ranks: int) -> list[int]:
-        """Returns the bytes that each rank of a site sends in fp4 or fp32: of a shard, and the first one of buffers."""
-        numel, buffers = self.numels(fragment)
-        shard = -(-numel // ranks)
-        size = 4 * shard if code == "fp32" else 2 * -(-shard // 128) + -(-shard // 2)
-        return [size + 4 * buffers, *[size] * (ranks - 1)]
-
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel

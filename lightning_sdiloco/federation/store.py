@@ -317,14 +317,19 @@ class BlobStore:
             for path in self._files.ls(self._blobs, detail=False):
                 key = str(path).rpartition("/")[2]
                 if key not in keys and now - self._stored.get(key, -age) >= age:
-                    with contextlib.suppress(FileNotFoundError):
-                        self._files.rm_file(f"{self._blobs}/{key}")
-                    self._stored.pop(key, None)
+                    self.drop(key)
                     dropped += 1
         return dropped
 
+    def drop(self, key: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._blobs}/{key}")
+        self._stored.pop(key, None)
+
 
 class InMemoryStore:
+    free = None
+
     def __init__(self) -> None:
         self._blobs: dict[str, bytes] = {}
 
@@ -344,6 +349,9 @@ class InMemoryStore:
         before = len(self._blobs)
         self._blobs = {key: blob for key, blob in self._blobs.items() if key in keys}
         return before - len(self._blobs)
+
+    def drop(self, key: str) -> None:
+        self._blobs.pop(key, None)
 
 
 class Upload:

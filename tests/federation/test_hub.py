@@ -20,6 +20,7 @@ from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.keys import Peer
+from lightning_sdiloco.federation.ledger import OpenRound
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import (
     Contribution,
@@ -314,8 +315,8 @@ def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in
         again.contribute(*own)
     time.sleep(0.2)
     again.hello(second.follower)
-    opened = coordinator.ledger.open
-    until(lambda: second.is_up_to_date() and 0 in opened and "b" in opened[0].arrived)
+    ledger = coordinator.ledger
+    until(lambda: second.is_up_to_date() and (ledger.closed[0].round or "b" in ledger.open.get(0, OpenRound()).arrived))
     time.sleep(0.2)
     # It was not refused, and so said hello once, and has been told what it missed once.
     assert "was not taken" not in caplog.text

@@ -6,20 +6,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.compression import FP4
+from lightning_sdiloco.engine.shards import WholeLayout
 from lightning_sdiloco.errors import Refused
+from lightning_sdiloco.federation import config
 from lightning_sdiloco.federation.codec import key_of
-from lightning_sdiloco.federation.mean import decoded, encoded
-from lightning_sdiloco.federation.messages import Payload
+from lightning_sdiloco.federation.mean import averaged, decoded, encoded
+from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from tests.federation.sites import Site, VirtualHub, agree, equal, founded, train, train_ranked, whole
 from tests.federation.test_site import normed
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "mean": "hub"}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 700), st.integers(0, 99), st.sampled_from([1e-38, 1e-3, 1.0, 1e30]))
 def test_the_hub_reads_and_writes_the_bytes_of_fp4(numel: int, seed: int, scale: float) -> None:
     one, other = torch.randn(2, numel, generator=torch.Generator().manual_seed(seed))
@@ -47,6 +51,30 @@ def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_a
     assert equal(at_hub[0].outer(), at_sites[0].outer())
 
 
+def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -> None:
+    random, numel = np.random.default_rng(0), 300
+    told, sent, residual = np.zeros(numel), np.zeros(numel), None
+    for number in range(12):
+        blobs = random.standard_normal((3, numel)).astype(np.float32)
+        store = {key_of(blob.tobytes()): blob.tobytes() for blob in blobs}
+        counted = tuple(
+            Contribution(0, number + 1, f"s{i}", "1", "", i + 1, 0, (Payload(key, len(blob)),), exact=True)
+            for i, (key, blob) in enumerate(store.items())
+        )
+        record = Record(number, 0, number + 1, "", counted, (), False)
+        payload, residual = averaged(record, store.__getitem__, numel, 0, "fp4", residual)
+        told += decoded(payload, numel, "fp4")
+        sent += np.average(blobs, axis=0, weights=[1, 2, 3])
+        assert residual is not None
+        rest = np.frombuffer(residual, np.float32)
+        assert 0.01 < np.abs(rest).max() < 1.0
+        np.testing.assert_allclose(told + rest, sent, atol=1e-5)
+    # Nothing is rounded of a last mean, and nothing is left.
+    payload, residual = averaged(replace(record, final=True), store.__getitem__, numel, 0, "fp4", residual)
+    assert residual is None
+    np.testing.assert_allclose(decoded(payload, numel, "fp32"), blobs.mean(0), atol=1e-6)
+
+
 def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts() -> None:
     outers = []
     for compression, restarts in (("fp32", False), ("fp4", False), ("fp4", True)):
@@ -59,6 +87,13 @@ def test_what_rounding_leaves_out_is_in_a_later_mean_and_lasts_through_restarts(
                     site.mended()
         assert agree(sites)
         outers.append(torch.cat(sites[0].outer()))
+        # One for each fragment is kept, where something is rounded.
+        kept = [text.decode() for _, text in sorted(sites[0].hub.journal.notes("residual/").items())]
+        assert len(kept) == (len(sites[0].fragments) if compression == "fp4" else 0)
+        numels = [outer.numel() for outer in sites[0].outer()]
+        largest = numels.index(max(numels))
+        like_it = {key for key, blob in sites[0].hub.store._blobs.items() if len(blob) == 4 * numels[largest]}
+        assert compression == "fp32" or like_it == {kept[largest]}
     exact, rounded, restarted = outers
     assert torch.equal(rounded, restarted)
     first = torch.cat(founded(2, **CHOICES)[0].outer())
@@ -85,13 +120,18 @@ def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_no_more_where
     assert fetched[0] == fetched[1] > 0
 
 
-def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
+def test_what_a_hub_cannot_read_or_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for choices, told in (
         ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),
+        ({"outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "clip_norm=1 does not go with mean='hub'"),
     ):
         with pytest.raises(ValueError, match=told):
             Site(VirtualHub(1), 0, **{**CHOICES, **choices})
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "ShardedLayout", WholeLayout)
+        with pytest.raises(ValueError, match="sharded over the ranks"):
+            Site(VirtualHub(1), 0, **CHOICES)
     sites = founded(2, **CHOICES)
     train(sites, 8)
     own = sites[0].fragments[0].flight.own

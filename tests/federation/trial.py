@@ -168,10 +168,10 @@ class Site(ScriptedSite, Process):
 
     def halt(self, error: Exception) -> None:
         """Ends with an error for people; somebody starts it again, without what led to it."""
-        if "cannot be made again" in str(error):
-            self.world.judge.counts["cannot be made again"] += 1
         self.checkpoints.clear()
         self.die()
+        if "cannot be made again" in str(error):
+            self.world.operator_rolls_back()
         self.world.after(2.0, self.start)
 
     def save(self) -> None:
@@ -643,14 +643,35 @@ class World:
     def operator_hears(self, hub: Hub, trouble: str) -> None:
         """The hub cannot decide. Somebody looks at the sites, and evicts those that are wrong."""
         self.judge.deny(not self.trouble, f"a halt without a reason: {trouble}")
-        for round in list(hub.ledger.open.values()):
-            able = [own for own in round.here.values() if not own.reason]
-            if len({own.digest for own in able}) == 1:
+        for p, round in list(hub.ledger.open.items()):
+            held = {own.digest for own in round.here.values() if not own.reason}
+            if len(held) == 1:
                 continue
-            right = able[0].digest if able else None
+            # Who looks finds out whose arithmetic is right, where one of them is.
+            made = self.judge.made.get(hub.ledger.closed[p].key)
+            right = made if made in held else next(iter(held), None)
             for wrong in [own.site for own in round.here.values() if own.digest != right]:
                 hub.coordinator.call(Peer("operator", "boss", ""), "evict", {"who": wrong}, b"")
                 hub.acknowledged = {key: own for key, own in hub.acknowledged.items() if key[1] != wrong}
+
+    def operator_rolls_back(self) -> None:
+        """What the next round was measured against is gone with those who made it, and nobody can follow."""
+        able = [site for site in self.sites.values() if site.alive and site.follower.follows and not site.follower.lag]
+        if able or not (self.hub.alive and self.hub.disk.is_real):
+            return
+        hub, disk = self.hub, self.hub.disk
+        firsts = [own.next_round for site in self.sites.values() for own in site.follower.fragments if own.refused]
+        with suppress(Refused):
+            hub.coordinator.call(Peer("operator", "boss", ""), "rollback", {"round": min(firsts) - 1}, b"")
+            self.judge.counts["rolled back"] += 1
+            hub.acknowledged.clear()
+            # A record that is gone may still land where it has arrived before: what it has counted, it has.
+            before = Disk(disk.store)
+            before.counted, disk.counted = disk.counted, defaultdict(dict)
+            for (site, p), rounds in before.counted.items():
+                last = hub.ledger.closed[p].round
+                disk.counted[site, p] = {step: round for step, round in rounds.items() if round <= last}
+            self.judge.disks |= {key: before for key, own in self.judge.disks.items() if own is disk}
 
     # The run
 
@@ -679,7 +700,7 @@ class World:
             until = self.now + QUIET
             self.run_until(lambda: self.now > until)
             # Nobody may have a state from which the run can go on, and hub or sites have said so to people.
-            told = self.judge.counts["nobody has a state"] or self.judge.counts["cannot be made again"]
+            told = self.judge.counts["nobody has a state"]
             donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
             if told and not donor and not any(site.alive and site.follower.follows for site in self.sites.values()):
                 self.judge.counts["the run waits for an operator"] += 1
