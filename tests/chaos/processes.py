@@ -194,6 +194,7 @@ def die_at_stages(name: str, folder: Path) -> None:
     HubClient._messages = sent  # type: ignore[method-assign]
     watch(HubConnection, "contribute", before=lambda *_: die("before_send"))
     watch(HubConnection, "_call", after=lambda _, self, call, *more: call == "contribute" and die("before_record"))
+    watch(HubClient, "get_small", before=lambda *_: die("in_download"))
     watch(HubClient, "_size_of", after=lambda *_: die("in_download"))
     watch(Follower, "land", after=lambda *_: die("at_landing"))
 

@@ -1,10 +1,13 @@
 """The strategy in a real Trainer: both distributions, what users read and are told, what is counted and saved."""
 
+import gc
 import importlib
 import inspect
 import logging
 import pickle
 import pydoc
+import threading
+import time
 from itertools import product
 from typing import Any
 
@@ -14,15 +17,34 @@ from jsonargparse import ArgumentParser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.lightning.monitor import warn_of_few_rounds
 from tests import fits
 from tests.bits import same
 from tests.fits import SHORT, batches, refusal
 from tests.ranks import agreed, in_ranks, run_processes
+from tests.training import mlp
 
 REPORT = {"inner_steps", "launches", "landings", "flights_dropped", "bytes_sent", "bytes_received", "exposed_wait_s"}
 REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
+
+
+@in_ranks(1)
+def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
+    def threads() -> int:
+        return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
+
+    engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
+    for _ in range(6):
+        engine.step()
+    assert threads() == 3, "one for each stage"
+    del engine
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while threads() > 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threads() == 0
 
 
 def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(distribution: str) -> None:
