@@ -1,6 +1,6 @@
 """What a round costs the hub: the processor time of its process alone, with 2 to 64 sites.
 
-    python -m benchmarks.hub_rounds [--quick] [--json FILE] [--sites 2,8,64] [--bytes 16384] [--mean hub]
+    python -m benchmarks.hub_rounds [--quick] [--json FILE]
 
 Sites without a model contribute random values in fp4, with TLS and certificates, and fetch those of the others, or the
 mean. All of them stand in another process. Heartbeats are in the numbers: one a second of each site.
@@ -29,8 +29,10 @@ from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import Terms
 from tests.federation.scripted import RUN, ScriptedSite, Values, first_values, run_config
 
-SITES = (2, 4, 8, 16, 32, 64)
 ROUNDS = 5
+SITES, BYTES = (2, 8, 16, 32, 64), (16 << 10, 1 << 20)
+# All sites stand in one process, which holds the payloads of all of them for each of them.
+MOST = 1 << 30
 TERMS = Terms(fragments=1, sync_every=4, overlap_steps=2, grace=60.0, lease=60.0, guard=None)
 
 
@@ -55,7 +57,7 @@ def processor_time(process: "subprocess.Popen[str]") -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def measure(sites: int, size: int, rounds: int, at_hub: bool) -> dict[str, float]:
+def measure(sites: int, size: int, at_hub: bool) -> dict[str, Any]:
     """Returns the hub's seconds a round, of its processor and by the clock."""
     with tempfile.TemporaryDirectory() as folder:
         keys, names = Path(folder, "keys"), [f"site-{number:02d}" for number in range(sites)]
@@ -81,7 +83,7 @@ def measure(sites: int, size: int, rounds: int, at_hub: bool) -> dict[str, float
         with ThreadPoolExecutor(8) as pool:
             joined = list(pool.map(joins, names))
         began: tuple[float, float] = (0.0, 0.0)
-        for number in (1, 1 + rounds):
+        for number in (1, 1 + ROUNDS):
             began = processor_time(hub), time.monotonic()
             while min(site.rounds[0] for site in joined) < number:
                 for site in joined:
@@ -91,7 +93,8 @@ def measure(sites: int, size: int, rounds: int, at_hub: bool) -> dict[str, float
         for site in joined:
             site.connection.close(0)
         hub.communicate(timeout=60)
-    return {"sites": sites, "processor": spent / rounds, "seconds": seconds / rounds}
+    about = {"bytes": size, "mean": "hub" if at_hub else "sites", "sites": sites}
+    return about | {"processor": spent / ROUNDS, "seconds": seconds / ROUNDS}
 
 
 def serve(folder: str, sites: str) -> None:
@@ -110,17 +113,14 @@ def main(arguments: list[str] | None = None) -> None:
     if words[:1] == ["--serve"]:
         serve(*words[1:])
         return
-    parser = report.parser(__doc__)
-    parser.add_argument("--sites", default=",".join(map(str, SITES)), help="how many, in turn")
-    parser.add_argument("--bytes", type=int, default=16 << 10, help="of a payload")
-    parser.add_argument("--mean", choices=("sites", "hub"), default="sites", help="who averages")
-    options = parser.parse_args(words)
-    chosen = [int(one) for one in options.sites.split(",")]
-    chosen = chosen[:1] if options.quick else chosen
-    rows = [measure(sites, options.bytes, ROUNDS, options.mean == "hub") for sites in chosen]
-    table = [[f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"] for row in rows]
-    report.show("A round at the hub", ["sites", "its processor, s", "a round takes, s"], table)
-    headline = {f"{row['sites']} sites: s of the hub's processor": row["processor"] for row in rows}
+    options = report.options(__doc__, words)
+    places = [(sites, size, at_hub) for size in BYTES for at_hub in (False, True) for sites in SITES]
+    places = [place for place in places if place[0] ** 2 * place[1] <= MOST or place[2]]
+    rows = [measure(*place) for place in (places[:1] if options.quick else places)]
+    named = [(f"{row['bytes'] >> 10} KiB, mean at {row['mean']}", row) for row in rows]
+    table = [[name, f"{row['sites']}", f"{row['processor']:.3f}", f"{row['seconds']:.2f}"] for name, row in named]
+    report.show("A round at the hub", ["payloads", "sites", "its processor, s", "a round takes, s"], table)
+    headline = {f"{name}, {row['sites']} sites: s of the hub's processor": row["processor"] for name, row in named}
     report.write(options.json, headline, report.measured("hub_rounds", options.quick), rows=rows)
 
 
