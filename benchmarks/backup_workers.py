@@ -1,6 +1,6 @@
 """How much of the possible work counts where sites stall now and then: with a quorum, and waiting for all.
 
-    python -m benchmarks.backup_workers [--rounds N] [--quick] [--json FILE]
+    python -m benchmarks.backup_workers [--quick] [--json FILE]
 
 Eight sites train in rounds of 30 s (30 inner steps of a second), a launch lands 5 s later, and in 2 % of its rounds a
 site stalls for 60 s, while it still gives heartbeats. Time is virtual; the rules are the real ones, `Ledger` and
@@ -18,7 +18,7 @@ the launches of all are there.
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
 from random import Random
@@ -50,7 +50,6 @@ class Case:
         rounds: How many rounds a site could make in the time that is played.
         quorum: As in `Terms`.
         grace: As in `Terms`.
-        speeds: How fast each site is; empty if all are alike.
         delays: Seconds by which what each site sends comes later; empty for none.
         latency: Seconds that every message takes.
         idles: Whether a site that was late idles until the next round.
@@ -65,7 +64,6 @@ class Case:
     rounds: int = 2000
     quorum: int | ChosenQuorum = 1
     grace: float = 2.0
-    speeds: tuple[float, ...] = ()
     delays: tuple[float, ...] = ()
     latency: float = 0.05
     idles: bool = False
@@ -75,29 +73,13 @@ class Case:
     def seconds(self) -> float:
         return float(self.rounds * self.sync_every)
 
-    def steps_of(self, site: int) -> "Steps":
-        speed = self.speeds[site] if self.speeds else 1.0
-        return Steps(Random(f"{self.seed} {site}"), self.sync_every, 1.0 / speed, self.stall, self.share)
-
-
-@dataclass
-class Steps:
-    """Says how long each inner step of a site takes: in some rounds one of them takes longer."""
-
-    random: Random
-    sync_every: int
-    seconds: float
-    stall: float
-    share: float
-    made: int = 0
-    stalls_at: int = -1
-
-    def next(self) -> float:
-        if self.made % self.sync_every == 0:
-            stalls = self.random.random() < self.share
-            self.stalls_at = self.made + self.random.randrange(self.sync_every) if stalls else -1
-        self.made += 1
-        return self.seconds + (self.stall if self.made - 1 == self.stalls_at else 0.0)
+    def steps_of(self, site: int) -> Iterator[float]:
+        """Yields how long each inner step of a site takes: in some rounds one of them takes longer."""
+        random = Random(f"{self.seed} {site}")
+        while True:
+            stalls_at = random.randrange(self.sync_every) if random.random() < self.share else -1
+            for step in range(self.sync_every):
+                yield 1.0 + (self.stall if step == stalls_at else 0.0)
 
 
 @dataclass
@@ -106,7 +88,7 @@ class Site:
 
     name: str
     follower: Follower
-    steps: Steps
+    steps: Iterator[float]
     delay: float
     outer: int = 1
     step: int = 0
@@ -117,11 +99,6 @@ class Site:
     launches: dict[int, float] = field(default_factory=dict)
     flights: list[float] = field(default_factory=list)
 
-    @property
-    def pending(self) -> int:
-        own = self.follower.fragments[0]
-        return own.steps + (own.flight.steps if own.flight else 0)
-
 
 class Play:
     """Plays sites and their hub, each message and each inner step at its time."""
@@ -131,7 +108,6 @@ class Play:
         self.terms = Terms(1, case.sync_every, case.overlap_steps, case.grace, quorum=case.quorum)
         self.ledger = Ledger(self.terms, RUN_CONFIG, 0.0)
         self.records: list[Record] = []
-        self.histories: dict[int, set[int]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers, self._incarnations = count(), [f"{site:016x}" for site in range(case.sites)]
         self.sites = [self._site(number) for number in range(case.sites)]
@@ -144,7 +120,7 @@ class Play:
         site = Site(follower.site, follower, self.case.steps_of(number), delay)
         self.ledger.hello(Hello("play", site.name, follower.incarnation, RUN_CONFIG, (Position(0, RUN_CONFIG),)), 0.0)
         follower.reachable = True
-        self._at(site.steps.next(), lambda: self._turn(site, True))
+        self._at(next(site.steps), lambda: self._turn(site, True))
         return site
 
     def _at(self, delay: float, do: Callable[[], None]) -> None:
@@ -180,7 +156,7 @@ class Play:
             self._land(site, record)
         waits = follower.waits(site.step, self.now) > 0.0 or site.idles
         site.step -= waits
-        self._at(0.1 if waits else site.steps.next(), lambda: self._turn(site, not waits))
+        self._at(0.1 if waits else next(site.steps), lambda: self._turn(site, not waits))
 
     def _launch(self, site: Site) -> None:
         number = next(self._numbers)
@@ -201,7 +177,6 @@ class Play:
         landing = site.follower.land(record, site.outer, after)
         assert landing in (MergeAction.MIX, MergeAction.CARRY), landing
         site.outer = after
-        self.histories.setdefault(record.round, set()).add(after)
         launched = site.launches.pop(record.round, self.now)
         if landing is MergeAction.MIX:
             site.flights.append(self.now - launched)
@@ -244,12 +219,8 @@ class Play:
 
     # What came of it
 
-    def counted(self, site: str, rounds: int | None = None) -> int:
-        """Returns how many inner steps of a site have counted, in the first rounds or in all."""
-        return sum(own.weight for record in self.records[:rounds] if (own := record.of(site)))
-
     def found(self) -> dict[str, float]:
-        counted = sum(self.counted(site.name) for site in self.sites)
+        counted = sum(own.weight for record in self.records for own in record.counted)
         on_time = sum(len(record.counted) for record in self.records)
         return {
             "goodput": counted / (self.case.sites * self.case.seconds),
@@ -265,7 +236,7 @@ def wait_for_all(case: Case) -> dict[str, float]:
     steps = [case.steps_of(site) for site in range(case.sites)]
     clocks, made, landing = [0.0] * case.sites, 0, []
     while max(clocks) < case.seconds:
-        clocks = [clock + own.next() for clock, own in zip(clocks, steps, strict=True)]
+        clocks = [clock + next(own) for clock, own in zip(clocks, steps, strict=True)]
         made += 1
         if made % case.sync_every == 0:
             launched = clocks
@@ -300,21 +271,15 @@ def cases(rounds: int) -> dict[str, Case]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = report.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=2000, help="rounds that are played (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    rounds = 8 if options.quick else options.rounds
+    options = report.options(__doc__, arguments)
+    rounds = 8 if options.quick else Case.rounds
     every = Case(rounds=rounds)
     found: dict[str, dict[str, float]] = {"fixed world, waits for all": wait_for_all(every)}
     found |= {name: Play(case).run().found() for name, case in cases(rounds).items()}
-    rows = [
-        [
-            name,
-            *(f"{100 * own[key]:.1f} %" for key in ("goodput", "counted", "on_time")),
-            f"{own['landing_seconds']:.1f} s",
-        ]
-        for name, own in found.items()
-    ]
+    rows = []
+    for name, own in found.items():
+        shares = [f"{own[key]:.1%}" for key in ("goodput", "counted", "on_time")]
+        rows.append([name, *shares, f"{own['landing_seconds']:.1f} s"])
     caption = (
         f"{rounds} rounds. Closed forms: {100 * goodput_of_all(every):.1f} % where a fixed world waits for all,"
         f" {100 * goodput_at_most(every):.1f} % where nobody waits."

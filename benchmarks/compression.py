@@ -3,7 +3,7 @@
     python -m benchmarks.compression [--speed VALUES] [--two-shots] [--quick] [--json FILE]
 
 --speed measures the speeds of what has a name alone, --two-shots what the second rounding of two shots costs, beside a
-gather and its bytes. The outer gradients are from `benchmarks.outer_gradients`.
+gather and its bytes. The outer gradients are those of DiLoCo on small models, and synthetic ones that are harder.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from statistics import quantiles
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from benchmarks import report
-from benchmarks.outer_gradients import QUICK, Replicas, Training, heavy_tails, outer_gradients
+from benchmarks.models import DEMO, SMALL, TINY, Size
+from benchmarks.training import Training
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
 from lightning_sdiloco.algorithm.weighting import Count, digest
 from lightning_sdiloco.compression import (
@@ -36,6 +38,39 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.engine.flight import norm_squared
+
+Replicas = list[Tensor]
+"""One flat float32 vector per replica."""
+
+
+def outer_gradients(size: Size, rounds: int, groups: int = 2, sync_every: int = 20) -> list[Replicas]:
+    """Trains replicas, with SGD with Nesterov momentum outside, and returns their outer gradients of every round."""
+    training = Training(size, groups=groups, lr=1e-3, warmup=0.0)
+    replicas = [training.group() for _ in range(groups)]
+    batches = training.text().batches(training.seed, groups * training.batch)
+    outer = nn.Parameter(parameters_to_vector(replicas[0].model.parameters()).detach())
+    optimizer, found = torch.optim.SGD([outer], lr=0.4, momentum=0.9, nesterov=True), []
+    for _ in range(rounds):
+        for replica in replicas:
+            vector_to_parameters(outer.detach().clone(), replica.model.parameters())
+        for tokens, targets in islice(batches, sync_every):
+            for replica, *windows in zip(replicas, tokens.chunk(groups), targets.chunk(groups), strict=True):
+                replica.backward(*windows)
+                replica.step()
+        locals_ = [parameters_to_vector(replica.model.parameters()).detach() for replica in replicas]
+        found.append([outer.detach() - local for local in locals_])
+        outer.grad = torch.stack(found[-1]).mean(0)
+        optimizer.step()
+    return found
+
+
+def heavy_tails(numel: int) -> dict[str, Replicas]:
+    """Vectors with heavy tails, a pair of replicas each."""
+    generator = torch.Generator().manual_seed(0)
+    normal = [torch.randn(2, numel, generator=generator) for _ in range(5)]
+    student = normal[0] / (torch.stack(normal[1:4]).square().mean(0)).sqrt()
+    return {"student-t, 3 d.o.f.": list(student), "normal * exp(normal)": list(normal[0] * normal[4].exp())}
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What the package has, its errors and speeds
@@ -147,7 +182,6 @@ def speeds(family: Mapping[str, Compression], numel: int, repeats: int) -> dict[
 # Two shots
 # ---------------------------------------------------------------------------------------------------------------------
 
-TWO_SHOTS = Training(width=64, layers=2, context=64, rounds=16)
 GROUPS = (2, 3, 4, 8)
 
 
@@ -181,9 +215,9 @@ def error_of_the_means(
     return float((sent - true).norm() / true.norm())
 
 
-def two_shots(training: Training) -> dict[str, float]:
+def two_shots(rounds: list[Replicas]) -> dict[str, float]:
     """Shows the errors and bytes of a gather and of two shots, and returns the errors."""
-    rounds, headline, rows = outer_gradients(training, max(GROUPS)), dict[str, float](), []
+    headline, rows = dict[str, float](), []
     numel = rounds[0][0].numel()
     ways = {"gather": (AllReduce, False), "two shots": (TwoShotAllReduce, False)}
     ways["two shots that forget"] = (TwoShotAllReduce, True)
@@ -193,7 +227,7 @@ def two_shots(training: Training) -> dict[str, float]:
         found = {what: error_of_the_means(kind, codec, rounds, groups, own) for what, (kind, own) in ways.items()}
         rows.append([f"`{name}`", f"{groups}", f"{share:.2f}", *(f"{error:.4f}" for error in found.values())])
         headline |= {f"{name}, {groups} groups: {what}": error for what, error in found.items()}
-    title = f"{numel:,} parameters, {training.rounds} rounds of {training.sync_every} inner steps"
+    title = f"{numel:,} parameters, {len(rounds)} rounds"
     report.show(title, ["compression", "M", "bytes of two shots, of a gather's", *ways], rows)
     return headline
 
@@ -225,14 +259,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     about, written = report.measured("compression", options.quick), dict[str, Any]()
     if options.two_shots:
-        report.write(options.json, two_shots(QUICK if options.quick else TWO_SHOTS), about)
+        rounds = outer_gradients(*((TINY, 3) if options.quick else (SMALL, 16)), groups=max(GROUPS))
+        report.write(options.json, two_shots(rounds), about)
         return
     family: dict[str, Compression] = {**(COMPRESSIONS if options.speed else FAMILY), "fp4 by torch": FP4ByTorch()}
     numel = options.speed or 1 << (18 if options.quick else 24)
     found = speeds(family, numel, repeats=3 if options.quick else 7)
     headline = {f"{name}_of_copy": median for name, (_, median, _) in found.items()}
     if not options.speed:
-        written = every(outer_gradients(QUICK if options.quick else Training()), found)
+        written = every(outer_gradients(*((TINY, 3) if options.quick else (DEMO, 24))), found)
         fp4 = written["errors"]["fp4"]
         _, outer, *_ = fp4.values()
         headline |= {"fp4_bits_per_value": fp4["bits"], **{f"fp4_outer_{name}": one for name, one in outer.items()}}

@@ -1,6 +1,6 @@
 """How fast a payload travels to a hub over a slow link, beside iperf3 over the same link. Linux, root, and iperf3.
 
-    python -m benchmarks.hub_transport [--quick] [--json FILE] [--links 0,1,2]
+    python -m benchmarks.hub_transport [--quick] [--json FILE]
 
 A site sends a payload to its hub, with TLS and certificates, and waits until the hub says that it is on its disk. Both
 stand in namespaces with 50 ms between them; TCP is cubic. iperf3 sends as many bytes over as many connections, in turn
@@ -126,15 +126,11 @@ def main(arguments: list[str] | None = None) -> None:
     if words[:1] == ["--inside"]:
         {"serve": serve, "send": send}[words[1]](*words[2:])
         return
-    parser = report.parser(__doc__)
-    parser.add_argument("--links", default=",".join(map(str, range(len(LINES)))), help="which links, by their number")
-    options = parser.parse_args(words)
+    options = report.options(__doc__, words)
     lacks = missing() or (None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3")
     if lacks:
         raise SystemExit(lacks)
-    chosen = [LINES[int(number)] for number in options.links.split(",")]
-    if options.quick:
-        chosen = [line._replace(sizes=(2_000_000,)) for line in chosen[:1]]
+    chosen = [LINES[0]._replace(sizes=(2_000_000,))] if options.quick else LINES
     rows = [row for line in chosen for row in measure(line, 1 if options.quick else 5)]
     headline = {f"{name_of(row)}: of iperf3": median(row["ours"]) / median(row["iperf3"]) for row in rows}
     headline |= {f"{name_of(row)}: of the link": median(row["ours"]) / row["mbit"] for row in rows}

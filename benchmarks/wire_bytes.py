@@ -29,6 +29,9 @@ MBIT_S = 1000
 HEADERS = 52
 """Bytes of a packet's headers, IP's and TCP's with time stamps. A packet that only acknowledges is nothing else."""
 
+COUNTED = ("interface", "interface without headers", "report")
+"""What is set beside the arithmetic."""
+
 OURS = {"Streaming DiLoCo, fp4": "fp4", "Streaming DiLoCo, fp32": "fp32", "Streaming DiLoCo, sparse": "sparse"}
 
 
@@ -64,7 +67,7 @@ def counted(job: Job, found: Found) -> dict[str, float]:
     """Of ours: what the counter, report() and arithmetic say of the whole run from the first launch on."""
     return {
         "interface": found["bytes_to_the_end"],
-        "without_headers": found["bytes_to_the_end"] - HEADERS * found["packets_to_the_end"],
+        "interface without headers": found["bytes_to_the_end"] - HEADERS * found["packets_to_the_end"],
         "report": found["told"]["bytes_sent"],
         "arithmetic": planned(job.case).bytes_in(found["told"]["inner_steps"]),
     }
@@ -85,13 +88,8 @@ def headline(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
         if "bytes_per_step" in row:
             numbers[f"{name}: bytes per step"] = row["bytes_per_step"]
             numbers[f"{name}: peak Mbit/s over 100 ms"] = row["peak_mbit_s"]
-        if "counted" in row:
-            counts = row["counted"]
-            numbers[f"{name}: interface over arithmetic"] = counts["interface"] / counts["arithmetic"]
-            numbers[f"{name}: interface without headers over arithmetic"] = (
-                counts["without_headers"] / counts["arithmetic"]
-            )
-            numbers[f"{name}: report over arithmetic"] = counts["report"] / counts["arithmetic"]
+        for what in COUNTED if "counted" in row else ():
+            numbers[f"{name}: {what} over arithmetic"] = row["counted"][what] / row["counted"]["arithmetic"]
     return numbers
 
 
@@ -99,24 +97,12 @@ def show(rows: dict[str, dict[str, Any]]) -> None:
     table = []
     for name, row in rows.items():
         if "counted" in row:
-            numbers = row["counted"]
-            values = [f"{numbers[what]:,.0f}" for what in ("interface", "without_headers", "report", "arithmetic")]
-            shares = [f"{numbers[w] / numbers['arithmetic']:.4f}" for w in ("interface", "without_headers", "report")]
-            table.append([name, *values, *shares])
-    columns = [
-        "",
-        "interface, bytes",
-        "less headers",
-        "report()",
-        "arithmetic",
-        "interface",
-        "less headers",
-        "report()",
-    ]
-    caption = (
-        "The last three as shares of the arithmetic. Headers: 52 bytes of every packet that the interface counted."
-    )
-    report.show("What one site sent in a run, from its first launch on", columns, table, caption)
+            counts = row["counted"]
+            shares = [f"{counts[what] / counts['arithmetic']:.4f}" for what in COUNTED]
+            table.append([name, *(f"{counts[what]:,.0f}" for what in (*COUNTED, "arithmetic")), *shares])
+    caption = "The last three as shares of the arithmetic. Headers: 52 bytes of every packet."
+    columns = ["", *COUNTED, "arithmetic", *COUNTED]
+    report.show("Bytes that one site sent in a run, from its first launch on", columns, table, caption)
     base = rows["Lightning DDP"].get("bytes_per_step")
     table = []
     for name, row in rows.items():
