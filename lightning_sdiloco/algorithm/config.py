@@ -70,6 +70,9 @@ _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout", "warmup
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
+# Values by whose payloads the sizes of compressions are compared.
+_MANY = 1 << 12
+
 # What does not go with a route on which each group holds outer parameters of its own, and why.
 _NOT_WITH_GOSSIP = {
     "schedule": "it hears of all groups, and here partners alone know of each other",
@@ -275,6 +278,13 @@ class Settings:
     @property
     def codec(self) -> Compression:
         return resolve(self.compression)
+
+    @property
+    def gradient_codec(self) -> Compression:
+        """How gradients are sent in the warm-up: as the values of rounds are, but none left out, and in four bits."""
+        own, fp4 = self.codec.dense(), resolve("fp4")
+        is_coarse = own.wire_bytes(_MANY) < fp4.wire_bytes(_MANY)
+        return fp4 if is_coarse or own.remembers() or own.varies() else own
 
     @property
     def numbers(self) -> dict[str, float]:
