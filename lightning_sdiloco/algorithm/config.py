@@ -64,11 +64,32 @@ def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterSte
     return OuterStep(0.7, 0.9, 0.2)
 
 
+FEWEST_FOR_WARMUP = 4
+"""The number of groups from which on a warm-up pays."""
+
+
+def warmup_for(num_groups: int, steps: float) -> int:
+    """Returns how many of the inner steps of a run are its warm-up; see docs/choosing.md for what was measured.
+
+    With three groups and fewer rounds do as well from the start. A few steps do not settle an inner optimizer.
+
+    Examples:
+        >>> warmup_for(2, 4000), warmup_for(4, 4000), warmup_for(8, 4000), warmup_for(64, 4000), warmup_for(4, 100)
+        (0, 200, 800, 800, 0)
+    """
+    if num_groups < FEWEST_FOR_WARMUP or not 0 < steps < math.inf:
+        return 0
+    warmup = round(min(0.2, 0.05 * (num_groups / FEWEST_FOR_WARMUP) ** 2) * steps)
+    return warmup if warmup >= _FEWEST_WARMUP_STEPS else 0
+
+
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout", "warmup_steps")
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
+
+_FEWEST_WARMUP_STEPS = 10
 
 # Values by whose payloads the sizes of compressions are compared.
 _MANY = 1 << 12
