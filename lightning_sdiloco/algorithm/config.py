@@ -64,11 +64,35 @@ def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterSte
     return OuterStep(0.7, 0.9, 0.2)
 
 
+FEWEST_FOR_WARMUP = 4
+"""The number of groups from which on a warm-up pays."""
+
+
+def warmup_for(num_groups: int, steps: float) -> int:
+    """Returns how many of the inner steps of a run are its warm-up; see docs/choosing.md for what was measured.
+
+    With three groups and fewer rounds do as well from the start. A few steps do not settle an inner optimizer.
+
+    Examples:
+        >>> warmup_for(2, 4000), warmup_for(4, 4000), warmup_for(8, 4000), warmup_for(64, 4000), warmup_for(4, 100)
+        (0, 200, 800, 800, 0)
+    """
+    if num_groups < FEWEST_FOR_WARMUP or not 0 < steps < math.inf:
+        return 0
+    warmup = round(min(0.2, 0.05 * (num_groups / FEWEST_FOR_WARMUP) ** 2) * steps)
+    return warmup if warmup >= _FEWEST_WARMUP_STEPS else 0
+
+
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout", "warmup_steps")
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
+
+_FEWEST_WARMUP_STEPS = 10
+
+# Values by whose payloads the sizes of compressions are compared.
+_MANY = 1 << 12
 
 # What does not go with a route on which each group holds outer parameters of its own, and why.
 _NOT_WITH_GOSSIP = {
@@ -275,6 +299,13 @@ class Settings:
     @property
     def codec(self) -> Compression:
         return resolve(self.compression)
+
+    @property
+    def gradient_codec(self) -> Compression:
+        """How gradients are sent in the warm-up: as the values of rounds are, but none left out, and in four bits."""
+        own, fp4 = self.codec.dense(), resolve("fp4")
+        is_coarse = own.wire_bytes(_MANY) < fp4.wire_bytes(_MANY)
+        return fp4 if is_coarse or own.remembers() or own.varies() else own
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -65,14 +65,16 @@ class Synchronizer:
         # In a leg each group sends its partners whole fragments.
         in_rounds = settings.exchange if settings.shares else "gather"
         self._rounded = all_reduce_for(in_rounds, groups, codec, self._merge.kept)
-        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
+        exact, gradients = resolve("fp32"), settings.gradient_codec
+        self._exact = all_reduce_for(settings.exchange, groups, exact, self._merge.kept)
+        self._gradients = all_reduce_for(settings.exchange, groups, gradients, self._merge.kept)
         self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
         # Where nobody waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both.
-        self._hands_over = codec.varies() or any(one.hops > 1 for one in (self._rounded, self._exact))
+        self._hands_over = codec.varies() or any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
 
     def fly(self, launch: Launch) -> Work[Arrival]:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
@@ -84,7 +86,7 @@ class Synchronizer:
         # Line 7: compress the outer gradient and send it, behind what goes with it.
         began = time.perf_counter()
         words: Any = topology.control.post([self._control(launch, fragment)] * topology.num_groups)
-        all_reduce = self._rounded.at(launch.step, launch.choice) if is_round else self._exact
+        all_reduce = self._all_reduce(launch)
         brought = self._bring(launch, fragment) if launch.leg else None
         values = launch.gradient if brought is None else brought.values
         encoded = all_reduce.encode(values, memory, tuning)
@@ -109,6 +111,9 @@ class Synchronizer:
         controls = [Control.unpacked(word) for word in words]
         payloads = [message[: message.numel() - tail_bytes] for message in messages]
         self._check(controls, launch)
+        # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
+        is_gradient, is_spoilt = launch.purpose is Purpose.GRADIENT, not all(own.finite for own in controls)
+        controls = [own._replace(finite=True) for own in controls] if is_gradient else controls
         count, began = self._count(controls, launch), time.perf_counter()
         # Where groups exchange with some alone, the mean is that of these.
         partners = launch.leg or range(topology.num_groups)
@@ -146,6 +151,7 @@ class Synchronizer:
             # What has travelled goes before the outer step makes what is new.
             del payloads, hop
             posts.clear()
+        mean = mean.fill_(math.nan) if is_gradient and is_spoilt else mean
         # The outer step takes the mean.
         norm = whole_norm(fragment.change(launch.purpose, mean), in_group)
         began = time.perf_counter()
@@ -173,21 +179,24 @@ class Synchronizer:
         weights, changed = [own.weight for own in controls], reduce(or_, [controls[g].changed for g in partners])
         return Arrival(changes, rule, gathered, buffers, changed, weights, report, self._exchange.sends_bytes_per_s)
 
+    def _all_reduce(self, launch: Launch) -> AllReduce:
+        if launch.purpose is Purpose.ROUND:
+            return self._rounded.at(launch.step, launch.choice)
+        return self._gradients.at(launch.step) if launch.purpose is Purpose.GRADIENT else self._exact
+
     def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
         norm = norm_squared(fragment.change(launch.purpose, launch.gradient))
-        is_gradient = launch.purpose is Purpose.GRADIENT
         own = Control(
             fragment=launch.fragment,
             step=launch.step,
             requests=launch.requests,
-            # A norm that is not finite does not decide: it may overflow where every value is finite. Gradients that
-            # are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
-            finite=is_gradient or math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
+            # A norm that is not finite does not decide: it may overflow where every value is finite.
+            finite=math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
             digest=fragment.digest(launch),
             norm_squared=norm,
-            changed=0 if is_gradient else fragment.buffers.changed(launch.buffers),
+            changed=0 if launch.purpose is Purpose.GRADIENT else fragment.buffers.changed(launch.buffers),
             step_time=launch.step_time,
         )
         if self._topology.group_size == 1:
@@ -301,7 +310,7 @@ class Synchronizer:
                 f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
             )
         # Of a leg without finite values, each group goes back to its own outer parameters.
-        if not any(control.finite for control in controls):
+        if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):
             raise AgreementError(
                 f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
                 f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"

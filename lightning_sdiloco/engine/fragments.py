@@ -70,7 +70,7 @@ class Purpose(Enum):
     START = auto()
     """The same, where groups may hold unlike outer values: after a warm-up, and on a route that does not share."""
     GRADIENT = auto()
-    """The mean of the gradients of an inner step, in float32."""
+    """The mean of the gradients of an inner step."""
 
 
 class Launch(NamedTuple):

@@ -10,8 +10,8 @@ one of them is somewhere else.
 
 [Note: warm-up] Groups that train alone from the start lose much of what they do, the more of them there are: each
 takes large steps on the gradients of a small batch. With ``warmup_steps`` they take the mean of their gradients in
-each of the first inner steps, as data parallelism does, in float32. Then all make the same step, so the local model is
-the outer one. After the last of these steps the groups take the mean of their local parameters in float32, which
+each of the first inner steps, as data parallelism does. All decode the same and make the same step, so the local model
+is the outer one. After the last of these steps the groups take the mean of their local parameters in float32, which
 changes nothing but what unlike hardware rounded in unlike ways, and the mean of their buffers. Rounds begin as they
 would have after inner step 0. Training waits for gradients, which go through the background like all flights, and take
 requests along.
@@ -375,7 +375,7 @@ class Rounds:
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
-        steps, own = step - self.began_at, self.settings.sync_every
+        steps, own = self._counted_in_rounds(step), self.settings.sync_every
         if self.flights or steps >= min(own, settings.sync_every):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"

@@ -99,6 +99,13 @@ class Checkpointer:
             self._take_up(checkpoint, self.resumed)
         return checkpoint
 
+    @property
+    def saved_warmup(self) -> int | None:
+        """The ``warmup_steps`` of the run that goes on; None where none does."""
+        if self.resumed is not None:
+            return int(self.resumed["engine"]["warmup_steps"])
+        return None if self._restart is None else 0
+
     def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
             engine.restart(self._restart)

@@ -2,8 +2,10 @@
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -33,10 +35,14 @@ from lightning_sdiloco.lightning.monitor import (
     scalars_of,
     warn_of_few_rounds,
 )
-from lightning_sdiloco.lightning.options import Options, tell
+from lightning_sdiloco.lightning.options import FIRST, STEPS, Options, tell
 from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
+
+# For the gradients of a warm-up that nobody asked for training may wait for this share of the time, or for so many
+# seconds in an inner step.
+_MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 
 _ADVICE = (
     "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or give"
@@ -82,6 +88,7 @@ class Fit(FitState):
         self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
         self._interval: Interval | None = None
+        self._warmup_since: tuple[float, float] | None = None  # The clock, and how long training had waited.
 
     # Start
 
@@ -109,6 +116,7 @@ class Fit(FitState):
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
+        self.options.choose_warmup(module, self.groups.topology, self._known_steps, self.checkpointer.saved_warmup)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,
@@ -131,11 +139,17 @@ class Fit(FitState):
         engine.join()
         self._announce(engine)
 
+    @property
+    def _known_steps(self) -> float:
+        """The inner steps of this fit; infinite where that is not known."""
+        # Lightning says -1 where loaders have no length and nothing else ends the fit.
+        steps = math.inf if self.trainer.fast_dev_run else self.trainer.estimated_stepping_batches
+        return steps if steps >= 0 else math.inf
+
     def _announce(self, engine: StreamingDiLoCo) -> None:
         # What is left to the planner is told once it has chosen.
         if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto:
-            # Lightning says -1 where loaders have no length and nothing else ends the fit.
-            if 0 <= (steps := self.trainer.estimated_stepping_batches) < math.inf and not self.trainer.fast_dev_run:
+            if (steps := self._known_steps) < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
             self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
 
@@ -221,6 +235,8 @@ class Fit(FitState):
             self.epochs.collect(landings[-1].launched_at)
         if self._announcement is not None:
             self._announcement.step()
+        if self.options.chooses_warmup and engine.is_warming_up:
+            self._judge_warmup(engine)
         if self.options.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self.groups.meet()
             trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
@@ -230,6 +246,30 @@ class Fit(FitState):
             if trainer.is_global_zero and is_planned:
                 tell(engine.settings, len(engine.fragments), options.measured, trainer.loggers, trainer.global_step)
         return landings
+
+    def _judge_warmup(self, engine: StreamingDiLoCo) -> None:
+        """Ends a warm-up that nobody asked for where the link is too slow: where steps take twice as long and more."""
+        now = time.monotonic(), engine.report()["exposed_wait_s"]
+        if engine.inner_steps == FIRST:
+            self._warmup_since = now
+        if engine.inner_steps != STEPS or self._warmup_since is None:
+            return
+        took, waited = (after - before for after, before in zip(now, self._warmup_since, strict=True))
+        self.groups.meet()
+        waits = waited / took if waited > _NEXT_TO_NOTHING * (STEPS - FIRST) else 0.0
+        share, was = max(self.groups.topology.world.all_gather_object(waits)), engine.settings.warmup_steps
+        if share > _MOST_WAITED:
+            self.options.settings = replace(self.options.settings, warmup_steps=STEPS + 1)
+            engine.choose(self.options.settings)
+            if self.trainer.is_global_zero:
+                _log.warning(
+                    "The warm-up ends after %d inner steps, not after %d: the link is too slow for gradients, for which"
+                    " training waits %.0f %% of the time. Give warmup_steps=%d to have it all the same.",
+                    STEPS + 1,
+                    was,
+                    100 * share,
+                    was,
+                )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""

@@ -19,20 +19,21 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import AUTO, Settings
+from lightning_sdiloco.algorithm.config import AUTO, FEWEST_FOR_WARMUP, Settings, warmup_for
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
+from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.planner import SYNC_EVERY, candidates, recommend
-from lightning_sdiloco.planning.units import readable_rate
+from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
 
 # The first inner steps are slow for reasons of their own. The median of a few more is enough.
-_FIRST, STEPS = 3, 8
+FIRST, STEPS = 3, 8
 
 # Stand in until the choice is made: no launch is due before that.
 _PLACEHOLDERS: Mapping[str, Any] = {
@@ -75,6 +76,8 @@ class Options:
     federation: Federation | None = None
     auto: tuple[str, ...] = ()
     """The settings that are left to the planner, until it has chosen them."""
+    chooses_warmup: bool = False
+    """Whether ``warmup_steps`` is left to `choose_warmup`."""
     measured: Measured | None = None
     _times: list[float] = field(default_factory=list)
 
@@ -82,6 +85,8 @@ class Options:
     def of(arguments: Mapping[str, Any]) -> "Options":
         """Checks the arguments of a strategy, found by their names among others."""
         given = {item.name: arguments[item.name] for item in fields(Settings)}
+        if chooses_warmup := given["warmup_steps"] == AUTO:
+            given["warmup_steps"] = 0
         auto = [name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO]
         stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
@@ -91,7 +96,7 @@ class Options:
             settings = replace(settings, exchange=f"{_PLACEHOLDERS['exchange']}:{backend}")
             stand_in["exchange"] = None
         own = {name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")}
-        return Options(settings, **own, auto=tuple(stand_in))
+        return Options(settings, **own, auto=tuple(stand_in), chooses_warmup=chooses_warmup)
 
     def __post_init__(self) -> None:
         settings, first = self.settings, next(iter(self.auto), "")
@@ -178,6 +183,28 @@ class Options:
         own = {"worker_groups": str(self.worker_groups), "evaluate": self.evaluate, "resume": self.resume}
         return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
 
+    def choose_warmup(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
+        """Chooses the warm-up of a fit of so many inner steps, or takes that of a checkpoint. All ranks must call it.
+
+        None begins in the midst of a run, in a federation, or where the planner measures the first inner steps.
+        """
+        if not self.chooses_warmup:
+            return
+        chosen = saved or 0
+        if saved is None and not self.auto and self.settings.shares and topology.num_groups >= FEWEST_FOR_WARMUP:
+            # Groups may have unequal numbers of batches.
+            steps = min(topology.world.all_gather_object(steps))
+            chosen = warmup_for(topology.num_groups, steps)
+        self.settings = replace(self.settings, warmup_steps=chosen)
+        if chosen and saved is None and topology.rank == 0:
+            groups = Groups(1.0, topology.num_groups, topology.group_size)
+            sent = Streaming(Model.of_parameters(trainable(model)), self.settings, groups).bytes_in(chosen)
+            _log.warning(
+                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups take the"
+                " mean of their gradients: each sends %s. Give warmup_steps=0 for none.",
+                *(chosen, 100 * chosen / steps, steps, topology.num_groups, readable(sent)),
+            )
+
     # What the planner chooses
 
     def restore(self, saved: Mapping[str, str]) -> None:
@@ -210,7 +237,7 @@ class Options:
         return bool(self.auto) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        times = self._times[_FIRST:] if len(self._times) > STEPS else self._times
+        times = self._times[FIRST:] if len(self._times) > STEPS else self._times
         return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
 
     def choose(self, model: nn.Module, topology: Topology) -> None:

@@ -104,7 +104,8 @@ class GroupStrategy:
             parameters and outer momentum of any checkpoint. With ``":newest"`` behind it only the newest checkpoint
             keeps the folder from which a fit resumes, not all.
         warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as DDP
-            does. Helps where there are four groups or more.
+            does. ``"auto"``: in a share of them where there are four groups or more, the length of the fit is known and
+            the link carries gradients; see docs/choosing.md.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
             outer gradients hardly change. None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps that it
@@ -146,7 +147,7 @@ class GroupStrategy:
         outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
         exchange: str | TwoShot = "auto",
         resume: Literal["exact", "restart", "exact:newest", "restart:newest"] = "exact",
-        warmup_steps: int = 0,
+        warmup_steps: int | Literal["auto"] = "auto",
         schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
@@ -188,7 +189,7 @@ class GroupStrategy:
         if self.results.other is not None:
             return self.results.other.schedule
         settings = self.results.options.settings
-        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments))
+        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments), settings.warmup_steps)
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:

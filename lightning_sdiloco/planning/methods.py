@@ -86,9 +86,14 @@ class Streaming:
         both_hops = zip(self._messages, self._second_hops, strict=True)
         self._sent = [self._connections * sum(both) + words for both in both_hops]
         # What replaces parameters without a round that could make up for a loss.
-        exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
-        exactly = [exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards]
-        self._exact = sum(groups.connections * (CONTROL_BYTES + both) for both in exactly)
+        self._exact, self._gradients = (
+            sum(CONTROL_BYTES + one.payload_bytes(shard) + one.second_hop_bytes(shard) for shard in self._shards)
+            * groups.connections
+            for one in (
+                all_reduce_for(exchange, groups.groups, codec, mixing)
+                for codec in (resolve("fp32"), settings.gradient_codec)
+            )
+        )
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
@@ -99,7 +104,8 @@ class Streaming:
         # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
         # it has no other mean at its end.
         ends_in_it = 0 < steps < self.settings.warmup_steps
-        return launched + (warmup_steps + (warmup_steps > 0) + (not ends_in_it)) * self._exact
+        exact = (warmup_steps > 0) + (not ends_in_it)
+        return launched + warmup_steps * self._gradients + exact * self._exact
 
     @property
     def _offsets(self) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_sdiloco import AgreementError, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
+from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK, resolve
 from lightning_sdiloco.engine import start
 from tests.engine.groups import Groups, Values, copied, message, unlike, with_statistics
 from tests.ranks import run_ranks
@@ -276,3 +276,33 @@ def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_lea
     models[1].weight.grad = torch.full((3,), torch.inf)
     SimulatedGroups(models, warmup_steps=1).average_gradients()
     assert not any(own.weight.grad.isfinite().any() for own in models), "not finite in one, and so in all"  # type: ignore[union-attr]
+
+
+OTHERS = [("fp4", "fp4"), ("sparse", "fp4"), ("int2", "fp4"), ("int8", "int8"), ("fp4+memory", "fp4")]
+
+
+@pytest.mark.parametrize(("compression", "code"), OTHERS)
+def test_gradients_of_the_warmup_are_sent_as_values_of_rounds_in_four_bits_at_least(
+    compression: str, code: str
+) -> None:
+    models, codec = [mlp() for _ in range(3)], resolve(code)
+    groups = SimulatedGroups(models, warmup_steps=2, compression=compression, exchange="gather", fragments=LAYERS)
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape)
+    sent = [copied({name: own.grad for name, own in model.named_parameters()}) for model in models]
+    groups.average_gradients()
+    for fragment in groups.engines[0].fragments:
+        flat = [torch.cat([own[name].flatten() for name in fragment.names]) for own in sent]
+        expected = torch.empty_like(flat[0])
+        codec.mean([(codec.encode(-own), 1.0) for own in flat], expected)
+        for model in models:
+            got = torch.cat([model.get_parameter(name).grad.flatten() for name in fragment.names])  # type: ignore[union-attr]
+            assert torch.equal(got, -expected)
+    # What is not finite in one group is so in all, though four bits cannot say it.
+    models[1].get_parameter(groups.engines[0].fragments[0].names[0]).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+    groups.average_gradients()
+    for model in models:
+        first, *others = [model.get_parameter(own.names[0]).grad for own in groups.engines[0].fragments]
+        assert not first.isfinite().any()  # type: ignore[union-attr]
+        assert all(own.isfinite().all() for own in others)  # type: ignore[union-attr]

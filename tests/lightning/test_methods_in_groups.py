@@ -1,9 +1,11 @@
 """Methods do what the simulation does: in Trainers, in loops of Fabric, and where ranks of a group share one model."""
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from torch import Tensor, nn
 import lightning_sdiloco
 from lightning_sdiloco import Carry, DropCompute, FastestPairs, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
+from lightning_sdiloco.engine.flight import Pending
+from lightning_sdiloco.lightning import fit as fit_module
 from tests import fits, sharded
 from tests.engine.groups import Groups, regression
-from tests.fits import whole
+from tests.fits import said_by, whole
 from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
-from tests.ranks import run_processes
+from tests.ranks import in_ranks, run_processes
 from tests.training import batch, inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
@@ -173,3 +177,37 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
 
     assert run_processes(play, 2, timeout=110.0) == [[], []]
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"
+
+
+@in_ranks(4)
+def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_the_fit_is_known(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = said_by("lightning_sdiloco.lightning.options", "lightning_sdiloco.lightning.fit")
+
+    def fit(steps: int, path: Path | None = None, save: Path | None = None, **choices: Any) -> tuple[int, list[Tensor]]:
+        strategy = lightning_sdiloco.StreamingDiLoCoStrategy(sync_every=20, **choices)
+        trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
+        model = fits.module()
+        trainer.fit(model, fits.batches(rank), ckpt_path=path)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        return strategy.schedule.warmup_steps, [parameter.detach().clone() for parameter in model.parameters()]
+
+    # A machine with other work may be as slow as a link.
+    monkeypatch.setattr(fit_module, "_MOST_WAITED", 1.0)
+    chosen, values = fit(220, save=tmp_path / "warm.ckpt")
+    asked, expected = fit(220, warmup_steps=11)
+    assert (chosen, asked) == (11, 11)
+    assert all(map(torch.equal, values, expected))
+    assert rank or re.search("warmup_steps=11, 5 % of the 220 inner steps .* 4 groups .*: each sends", said[0])
+    # A run that goes on keeps the one that it had, and none begins in its midst; a few steps have none.
+    assert fit(240, tmp_path / "warm.ckpt")[0] == 11
+    assert fit(100, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
+    assert len(said) == (rank == 0)
+    # Where the link is too slow for gradients, it ends soon.
+    monkeypatch.undo()
+    result = Pending.result
+    monkeypatch.setattr(Pending, "result", lambda pending: (sleep(0.02), result(pending))[1])
+    assert fit(220)[0] == 9
+    assert rank or "ends after 9 inner steps, not after 11: the link is too slow" in said[-1]
