@@ -21,8 +21,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.bits import same
-from tests.fits import LIGHTNING, Announced, SomeBatches, fit, module, said_by, trainer
-from tests.lightning.test_checkpoint import at, save
+from tests.fits import LIGHTNING, Announced, SomeBatches, at, fit, module, said_by, save, trainer
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 

@@ -29,19 +29,16 @@ from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
-from tests.fits import LIGHTNING, Announced, refusal, since
+from tests.fits import LIGHTNING, OTHER, Act, Announced, Trained, assert_same, at, refusal, save, saving, since, unequal
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
-OTHER = "pytorch_lightning"
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
 NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
 AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO
 LATE: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]}
-Trained = dict[str, Any]
-Act = Callable[[Any], None]
 # The oldest Lightning has neither `save_on_exception` nor `fit(weights_only=...)`.
 not_in_the_oldest = since("2.6")
 
@@ -56,13 +53,7 @@ def held_by(module: Any) -> dict[str, Tensor]:
     return {name: values.detach().clone() for name, values in local.items()} | outer
 
 
-def traced(
-    distribution: str = LIGHTNING,
-    seed: int = 0,
-    inner: str = "adamw",
-    net: Callable[[], nn.Module] | None = None,
-    **members: Any,
-) -> Any:
+def traced(distribution: str = LIGHTNING, seed: int = 0, inner: str = "adamw", net: Any = None, **members: Any) -> Any:
     """A module that keeps what it holds after every step, with dropout and BatchNorm unless another is given."""
 
     def on_train_batch_start(self: Any, *args: Any) -> None:
@@ -106,23 +97,6 @@ def run_fit(
     return {**kept, "inspected": inspect(trainer)}
 
 
-def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
-    callbacks = importlib.import_module(distribution).callbacks
-    return [callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})]
-
-
-def at(acts: dict[int, Act], distribution: str = LIGHTNING) -> Any:
-    class At(importlib.import_module(distribution).Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            acts.get(trainer.global_step, lambda trainer: None)(trainer)
-
-    return At()
-
-
-def save(path: Any) -> Act:
-    return lambda trainer: trainer.save_checkpoint(path)
-
-
 def save_folder(checkpoint: Path) -> Path:
     (folder,) = Path(f"{checkpoint}.sdiloco").iterdir()
     return folder
@@ -130,16 +104,6 @@ def save_folder(checkpoint: Path) -> Path:
 
 def names_in(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
-
-
-def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of what is not the same, to the bit."""
-    held = {**actual, **expected}
-    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert unequal(actual, expected) == []
 
 
 def outer_of(rank: Trained, step: int) -> dict[str, Tensor]:
