@@ -7,7 +7,6 @@ import logging
 import pickle
 import pydoc
 import threading
-import time
 from itertools import product
 from typing import Any
 
@@ -32,19 +31,16 @@ REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
 
 @in_ranks(1)
 def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
-    def threads() -> int:
-        return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
-
     engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
     for _ in range(6):
         engine.step()
-    assert threads() == 3, "one for each stage"
+    threads = [thread for thread in threading.enumerate() if thread.name == "sdiloco-background"]
+    assert len(threads) == 3, "one for each stage"
     del engine
     gc.collect()
-    deadline = time.monotonic() + 5
-    while threads() > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() == 0
+    for thread in threads:
+        thread.join(5 / 3)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(distribution: str) -> None:
