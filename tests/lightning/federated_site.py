@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import lightning_sdiloco
-from tests.chaos.notes import Notebook
 from tests.chaos.processes import BATCH, SETTINGS, Net, Notes, Place, federation_of, samples_of, trainer_of
 
 
@@ -36,13 +35,6 @@ class Rank(Place):
     @property
     def name(self) -> str:
         return f"{self.site}{self.rank or ''}"
-
-    def settle(self) -> Notebook:
-        own = {"LOCAL_RANK": self.rank, "RANK": self.rank, "NODE_RANK": 0, "WORLD_SIZE": self.ranks}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ |= {key: str(value) for key, value in own.items()}
-        pl.seed_everything(0)
-        return self.enter(self.name)
 
 
 class RankNet(Net):
@@ -72,7 +64,11 @@ class RankNet(Net):
 
 def train(place: Rank) -> None:
     """Trains a site until it has made so many inner steps, or the run ends."""
-    notebook, folder = place.settle(), place.folder / place.site
+    own = {"LOCAL_RANK": place.rank, "RANK": place.rank, "NODE_RANK": 0, "WORLD_SIZE": place.ranks}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {key: str(value) for key, value in own.items()}
+    pl.seed_everything(0)
+    notebook, folder = place.enter(place.name), place.folder / place.site
     last, given = folder / "last.ckpt", {"federation": federation_of(place.site, place), **SETTINGS}
     sharded = partial(lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks)
     strategy = (sharded if place.is_sharded else lightning_sdiloco.StreamingDiLoCoStrategy)(**given)

@@ -393,7 +393,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
 
 
 @in_ranks(2)
-def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_path: Path) -> None:
+def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_rank(rank: int, tmp_path: Path) -> None:
     # Launches are two steps apart, and land five steps later. Only the first steps are measured.
     told = r"up to 7 inner steps, which take about 70 s \(10 s each\)"
     said = said_by("lightning_sdiloco.lightning.monitor")
@@ -411,9 +411,6 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_pa
         assert [re.search(enough, words) is not None for words in warned] == [True] * bool(enough and rank == 0)
         assert round(next(clock) / step_seconds) == (10 if rank == 0 else 0)
 
-
-@in_ranks(2)
-def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
     def validate(number: int) -> str:
         strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
         trainer = fits.trainer(strategy=strategy, devices=2, default_root_dir=tmp_path)

@@ -329,9 +329,8 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
         assert len([e for e in own if e["name"] == "step"]) == 14
         flights = [e for e in own if e["ph"] == "X" and e["name"] == "flight"]
         # Fragment p launches after inner steps 4 + p, 8 + p, 12 + p; what is in flight at the end lands.
-        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == [
-            (step, (step - 4) % 4) for step in range(4, 15)
-        ]
+        launches = [(step, (step - 4) % 4) for step in range(4, 15)]
+        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == launches
         assert len([e for e in own if e["name"] == "final flight"]) == 4
         arrows = {e["id"]: e["ts"] for e in own if e["ph"] == "s"}
         ends = {e["id"]: e["ts"] for e in own if e["ph"] == "f"}
