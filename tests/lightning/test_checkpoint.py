@@ -379,12 +379,9 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
     assert {words: text for words, text in told.items() if words not in text} == {}
 
 
-def failing(rank: int) -> Any:
-    def fail(trainer: Any) -> None:
-        if trainer.global_rank == rank:
-            raise ArithmeticError("the user's own")
-
-    return at({14: fail})
+def fail(rank: int, trainer: Any) -> None:
+    if trainer.global_rank == rank:
+        raise ArithmeticError("the user's own")
 
 
 @not_in_the_oldest
@@ -392,7 +389,7 @@ def failing(rank: int) -> Any:
 def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: int, tmp_path: Path) -> None:
     said = fits.said_by("lightning_sdiloco")
     keep = saving(LIGHTNING, tmp_path, every_n_train_steps=6, save_on_exception=True, save_last=True, save_top_k=1)
-    keep += [failing(3), pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")]
+    keep += [at({14: partial(fail, 3)}), pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")]
     error = refusal(run_fit, rank, 4, callbacks=keep, kind=Exception)
     assert (error == "the user's own") == (rank == 3)
     assert names_in(tmp_path, "**/*.ckpt") == ["last.ckpt", "step=12.ckpt"]
@@ -419,11 +416,11 @@ def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_work
         ("kept/step=12.ckpt", None, linked),
     ):
         said.clear()
-        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), failing(rank)]
+        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), at({14: partial(fail, rank)})]
         refusal(run_fit, rank, 2, callbacks=keep, path=resume, kind=ArithmeticError)
         assert f"Resume from {tmp_path}/{named}." in "".join(said)
     strategy = fits.strategy(**CHOICES)
-    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[failing(rank)])
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[at({14: partial(fail, rank)})])
     fit = partial(trainer.fit, train_dataloaders=Announced((rank, 0, 1), 100))
     refusal(fit, traced(LIGHTNING, rank), kind=ArithmeticError)
     trainer.callbacks = []
@@ -436,7 +433,7 @@ def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_work
 def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_path: Path) -> None:
     keep = saving(LIGHTNING, tmp_path, save_on_exception=True, save_last="link")
     alone = partial(run_fit, 0, 1, groups=1)
-    refusal(alone, callbacks=[failing(0), *keep], kind=ArithmeticError)
+    refusal(alone, callbacks=[at({14: partial(fail, 0)}), *keep], kind=ArithmeticError)
     plain, resumed = alone(steps=16), alone(steps=16, path=tmp_path / "last.ckpt")
     # Only what the rank holds: the step of the batch that failed was not counted.
     assert_same(resumed["trace"][14], plain["trace"][14])

@@ -111,13 +111,10 @@ def overflowing(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
     return self.loss(parts) * (float("inf") if any(torch.equal(parts[0], batch(1, step)[0]) for step in (5, 6)) else 1)
 
 
-def scheduled(interval: str) -> Callable[[Any], Any]:
-    def configure(parameters: Any) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
-
-    return configure
+def scheduled(interval: str, parameters: Any) -> Any:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
 
 def normalised() -> nn.Module:
@@ -177,8 +174,8 @@ LOOPS = {
     "gradient checkpointing": Loop(made(apply=partial(checkpoint, use_reentrant=False))),
     "hooks overridden": Loop(made(**HOOKS)),
     "hooks overridden, not in every batch": Loop(made(optimizer_step=in_every_other), inner_steps=BATCHES // 2),
-    "scheduler per step": Loop(made(optimize=scheduled("step")), EPOCHS, inner_steps=12),
-    "scheduler per epoch": Loop(made(optimize=scheduled("epoch")), EPOCHS, inner_steps=12),
+    "scheduler per step": Loop(made(optimize=partial(scheduled, "step")), EPOCHS, inner_steps=12),
+    "scheduler per epoch": Loop(made(optimize=partial(scheduled, "epoch")), EPOCHS, inner_steps=12),
     "fused": Loop(made(optimize=partial(adamw, fused=True))),
     "foreach": Loop(made(optimize=partial(adamw, foreach=True))),
     "lbfgs": Loop(made(optimize=partial(torch.optim.LBFGS, lr=0.1, max_iter=3))),
