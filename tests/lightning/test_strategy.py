@@ -3,7 +3,6 @@
 import gc
 import importlib
 import inspect
-import logging
 import pickle
 import pydoc
 import threading
@@ -128,7 +127,11 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
 
 
 @in_ranks(2)
-def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit(rank: int, distribution: str) -> None:
+def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: int, distribution: str) -> None:
+    def rounds(schedule: Schedule, steps: int) -> int:
+        landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
+        return min(map(landed.count, range(schedule.fragments)))
+
     cases: list[tuple[int, dict[str, Any], bool]] = [
         (5, {"max_steps": 16}, True),
         (2, {"max_steps": 21}, False),  # ten rounds
@@ -151,17 +154,11 @@ def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit(rank: 
                 " learn from each other: sync_every=1 and overlap_steps=0 would give 10."
             ]
 
-
-def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(caplog: pytest.LogCaptureFixture) -> None:
-    def rounds(schedule: Schedule, steps: int) -> int:
-        landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
-        return min(map(landed.count, range(schedule.fragments)))
-
+    # What is named gives ten rounds, and no larger one does.
     for steps, overlap, fragments in product((3, 40, 300), (0, 5, 90), (1, 8)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
-        (told,) = [record.getMessage() for record in caplog.records]
+        said.clear()
+        warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
+        (told,) = said
         schedules = {every: Schedule(every, min(overlap, every - 1), fragments) for every in range(1, 100)}
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
         advice = told.partition("each other: ")[2]
