@@ -206,8 +206,6 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
 SIGNALLED, ENDED = 14, 19
-
-
 Signalled = dict[tuple[int, str, int], list[int]]
 """Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from lightning_sdiloco.lightning import model_format
 from tests import fits
@@ -171,7 +171,7 @@ LOOPS = {
     "configure_model": Loop(made(nn.Identity, configure_model=made_late)),
     "batch norm": Loop(made(normalised)),
     "tied, frozen, parametrized": Loop(made(tied_frozen_and_parametrized)),
-    "gradient checkpointing": Loop(made(apply=partial(checkpoint, use_reentrant=False))),
+    "gradient checkpointing": Loop(made(apply=lambda net, x: checkpoint_sequential(net, 7, x, use_reentrant=False))),
     "hooks overridden": Loop(made(**HOOKS)),
     "hooks overridden, not in every batch": Loop(made(optimizer_step=in_every_other), inner_steps=BATCHES // 2),
     "scheduler per step": Loop(made(optimize=partial(scheduled, "step")), EPOCHS, inner_steps=12),
