@@ -135,12 +135,7 @@ def trainer(distribution: str = LIGHTNING, **choices: Any) -> Any:
 def environment_that_knows(distribution: str = LIGHTNING) -> Any:
     """An environment that says how many processes there are, whatever it is told, as that of Ray does."""
     base = importlib.import_module(f"{distribution}.plugins.environments").TorchElasticEnvironment
-
-    class Knows(base):
-        def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-            """Whatever the Trainer was told."""
-
-    return Knows()
+    return type("Knows", (base,), {"validate_settings": lambda self, num_devices, num_nodes: None})()
 
 
 def fit(
@@ -193,6 +188,40 @@ def play(world_size: int, cases: Mapping[str, Callable[..., Any]], timeout: floa
 
     ranks = run_processes(run, world_size, timeout=timeout)
     return {name: [rank[name] for rank in ranks] for name in cases}
+
+
+def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
+    callbacks = importlib.import_module(distribution).callbacks
+    return [callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})]
+
+
+def on(distribution: str = LIGHTNING, **hooks: Callable[..., Any]) -> Any:
+    """A callback of such hooks."""
+    return importlib.import_module(distribution).callbacks.LambdaCallback(**hooks)
+
+
+Act = Callable[[Any], None]
+
+
+def at(acts: dict[int, Act], distribution: str = LIGHTNING) -> Any:
+    def act(trainer: Any, *args: Any) -> None:
+        acts.get(trainer.global_step, lambda trainer: None)(trainer)
+
+    return on(distribution, on_train_batch_end=act)
+
+
+def save(path: Any) -> Act:
+    return lambda trainer: trainer.save_checkpoint(path)
+
+
+def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """The names of what is not the same, to the bit."""
+    held = {**actual, **expected}
+    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert unequal(actual, expected) == []
 
 
 def refusal(call: Callable[..., Any], *args: Any, kind: type[BaseException] = ValueError, **choices: Any) -> str:

@@ -15,14 +15,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_sdiloco.launch import reachability, rendezvous
-from lightning_sdiloco.launch.reachability import (
-    BrokenConnection,
-    advice,
-    exchange_address,
-    for_exchange,
-    group_address,
-    require_reachable,
-)
+from lightning_sdiloco.launch.reachability import exchange_address, for_exchange, group_address, require_reachable
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
 from tests.fits import fit, refusal
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
@@ -94,9 +87,7 @@ def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_t
             assert store.result().num_keys() == 0
 
 
-def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
     another = "is no torch TCPStore (it says {}): another program listens there"
     http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
@@ -112,9 +103,8 @@ def test_a_program_that_answers_and_is_no_store_of_this_training_is_named_at_onc
             began = time.monotonic()
             told = refusal(rendezvous_at, "127.0.0.1", port, rank, 2, HOUR)
             assert time.monotonic() - began < 5
-        assert told.startswith(
-            f"Rank {rank} on {socket.gethostname()} cannot {'reach rank 0' if rank else 'keep the store'}"
-        )
+        cannot = f"cannot {'reach rank 0' if rank else 'keep the store'}"
+        assert told.startswith(f"Rank {rank} on {socket.gethostname()} {cannot}")
         for text in (f"127.0.0.1:{port} ", words, "Choose another MASTER_PORT"):
             assert text in told
 
@@ -131,7 +121,7 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert "GLOO_SOCKET_IFNAME" not in os.environ
-    text = advice([BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")])
+    text = reachability.advice([reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")])
     assert "Rank 1 listens on a loopback address" in text
     assert "GLOO_SOCKET_IFNAME" in text
 

@@ -17,13 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_sdiloco import (
-    DropCompute,
-    StreamingDiLoCoModelParallelStrategy,
-    StreamingDiLoCoMonitor,
-    StreamingDiLoCoStrategy,
-)
-from tests.chaos.notes import Notebook
+import lightning_sdiloco
 from tests.chaos.processes import BATCH, SETTINGS, Net, Notes, Place, federation_of, samples_of, trainer_of
 
 
@@ -41,13 +35,6 @@ class Rank(Place):
     @property
     def name(self) -> str:
         return f"{self.site}{self.rank or ''}"
-
-    def settle(self) -> Notebook:
-        own = {"LOCAL_RANK": self.rank, "RANK": self.rank, "NODE_RANK": 0, "WORLD_SIZE": self.ranks}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, "GLOO_SOCKET_IFNAME": "lo"}
-        os.environ |= {key: str(value) for key, value in own.items()}
-        pl.seed_everything(0)
-        return self.enter(self.name)
 
 
 class RankNet(Net):
@@ -77,29 +64,23 @@ class RankNet(Net):
 
 def train(place: Rank) -> None:
     """Trains a site until it has made so many inner steps, or the run ends."""
-    notebook, folder = place.settle(), place.folder / place.site
-    last, federation, strategy = folder / "last.ckpt", federation_of(place.site, place), StreamingDiLoCoStrategy
-    if place.is_sharded:
-        strategy = partial(StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks)  # type: ignore[assignment]
+    own = {"LOCAL_RANK": place.rank, "RANK": place.rank, "NODE_RANK": 0, "WORLD_SIZE": place.ranks}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": place.port, "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {key: str(value) for key, value in own.items()}
+    pl.seed_everything(0)
+    notebook, folder = place.enter(place.name), place.folder / place.site
+    last, given = folder / "last.ckpt", {"federation": federation_of(place.site, place), **SETTINGS}
+    sharded = partial(lightning_sdiloco.StreamingDiLoCoModelParallelStrategy, data_parallel_size=place.ranks)
+    strategy = (sharded if place.is_sharded else lightning_sdiloco.StreamingDiLoCoStrategy)(**given)
     saves: dict[str, Any] = {"monitor": "seen"} if place.validates else {"every_n_train_steps": 25, "save_top_k": 0}
-    callbacks = (
-        Notes(notebook),
-        StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False),
-        ModelCheckpoint(dirpath=folder, save_last=True, **saves),
-    )
-    trainer = trainer_of(
-        place,
-        folder,
-        strategy(federation=federation, **SETTINGS),
-        callbacks,
-        devices=place.ranks,
-        accumulate_grad_batches=4 if place.budget else 1,
-        val_check_interval=place.validates or None,
-        limit_val_batches=2 if place.validates else 0,
-    )
+    monitor = lightning_sdiloco.StreamingDiLoCoMonitor(folder=f"{folder}.records", diagnostics=False)
+    callbacks = [Notes(notebook), monitor, ModelCheckpoint(dirpath=folder, save_last=True, **saves)]
+    choices = {"devices": place.ranks, "accumulate_grad_batches": 4 if place.budget else 1}
+    choices |= {"val_check_interval": place.validates or None, "limit_val_batches": 2 if place.validates else 0}
+    trainer = trainer_of(place, folder, strategy, callbacks, **choices)
     loader: Any = samples_of(place.site, 2 if place.budget else BATCH)
     if place.budget:
-        loader = DropCompute(4, place.budget, most_dropped=0.3)(loader)
+        loader = lightning_sdiloco.DropCompute(4, place.budget, most_dropped=0.3)(loader)
     net, ends = RankNet(place), dict[str, Any]()
     try:
         trainer.fit(net, loader, loader if place.validates else None, ckpt_path=str(last) if last.exists() else None)

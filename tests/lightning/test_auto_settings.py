@@ -21,8 +21,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.planner import recommend
 from lightning_sdiloco.planning.workload import Groups, Model
 from tests.bits import same
-from tests.fits import LIGHTNING, Announced, SomeBatches, fit, module, said_by, trainer
-from tests.lightning.test_checkpoint import at, save
+from tests.fits import LIGHTNING, Announced, SomeBatches, at, fit, module, said_by, save, trainer
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -57,9 +56,7 @@ def chosen(link: Link, *names: str, **given: Any) -> dict[str, Any]:
 
 @in_ranks(2)
 def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(rank: int) -> None:
-    trained = fit(
-        rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, LIGHTNING, "sgd", told, make=partial(module, net=net())
-    )
+    trained = fit(rank, 2, 2, 40, {**AUTO, "compression": "fp32"}, inspect=told, make=partial(module, net=net()))
     settings, measured, sent, _ = trained["inspected"].values()
     assert agreed([settings, measured])
     # All candidates with the compression that was given, which the first that suffices has too on a fast link.
@@ -69,7 +66,7 @@ def test_all_ranks_take_what_the_planner_recommends_for_the_measured_numbers(ran
     assert 2**16 <= sent <= 3 * 2**24, "messages tell enough, and take no longer than that needs"
     assert trained["report"]["landings"] > 0
     # One group has nothing to measure.
-    alone = fit(rank, 2, 1, 40, AUTO, LIGHTNING, "sgd", told)["inspected"]
+    alone = fit(rank, 2, 1, 40, AUTO, inspect=told)["inspected"]
     assert alone["measured"] is None
     assert alone["settings"]["sync_every"] == 30
 
@@ -133,20 +130,18 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
     saved, own = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}, recommended()._asdict()
     path = tmp_path / "given.ckpt"
 
-    def numbers(groups: int, start: Path | None = path, again: bool = True, **choices: Any) -> list[Any]:
+    def numbers(groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any) -> list[Any]:
         strategy = StreamingDiLoCoStrategy(groups, sync_every=4, overlap_steps=1, **choices)
-        runner, model, seen = trainer(strategy=strategy, devices=2, max_steps=6 if start is None else 10), module(), []
-        for more in (0, 4)[: 1 + again]:
-            runner.fit_loop.epoch_loop.max_steps += more
-            runner.fit(model, SomeBatches(rank, 20), ckpt_path=start if more == 0 else None)
+        runner, model, seen = trainer(strategy=strategy, devices=2, max_steps=0, callbacks=callbacks), module(), []
+        for start in starts:
+            runner.fit_loop.epoch_loop.max_steps += 8
+            runner.fit(model, SomeBatches(rank, 20), ckpt_path=start)
             seen.append(strategy.engine.settings.numbers)
-        if start is None:
-            runner.save_checkpoint(path)
         return seen
 
-    numbers(2, None, again=False, **saved)
-    assert numbers(2) == numbers(1) == [saved, own]
-    assert numbers(2, again=False, resume="restart") == [own]
+    numbers(2, None, callbacks=[at({6: save(path)})], **saved)
+    assert numbers(2, path, None) == numbers(1, path, None) == [saved, own]
+    assert numbers(2, path, resume="restart") == [own]
 
 
 @in_ranks(3)
@@ -158,7 +153,7 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> No
 
     auto_settings.measure_link = skewed
     choices = {"sync_every": 10, "overlap_steps": 2, "exchange": TwoShot(), "compression": "fp4"}
-    trained = fit(rank, 3, 3, 14, choices, LIGHTNING, "sgd", told)
+    trained = fit(rank, 3, 3, 14, choices, inspect=told)
     assert trained["inspected"]["settings"]["exchange"] == TwoShot(links=(2.0, 2.0, 1.0))
     assert agreed(trained["outer"])
     # Until they are measured, and from a checkpoint, they have the backend that was asked for.

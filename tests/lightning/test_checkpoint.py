@@ -29,19 +29,16 @@ from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
-from tests.fits import LIGHTNING, Announced, refusal, since
+from tests.fits import LIGHTNING, OTHER, Act, Announced, Trained, assert_same, at, refusal, save, saving, since, unequal
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
-OTHER = "pytorch_lightning"
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
 NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
 AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO
 LATE: dict[str, Any] = {"plugins": [AsyncCheckpointIO()]}
-Trained = dict[str, Any]
-Act = Callable[[Any], None]
 # The oldest Lightning has neither `save_on_exception` nor `fit(weights_only=...)`.
 not_in_the_oldest = since("2.6")
 
@@ -56,13 +53,7 @@ def held_by(module: Any) -> dict[str, Tensor]:
     return {name: values.detach().clone() for name, values in local.items()} | outer
 
 
-def traced(
-    distribution: str = LIGHTNING,
-    seed: int = 0,
-    inner: str = "adamw",
-    net: Callable[[], nn.Module] | None = None,
-    **members: Any,
-) -> Any:
+def traced(distribution: str = LIGHTNING, seed: int = 0, inner: str = "adamw", net: Any = None, **members: Any) -> Any:
     """A module that keeps what it holds after every step, with dropout and BatchNorm unless another is given."""
 
     def on_train_batch_start(self: Any, *args: Any) -> None:
@@ -106,23 +97,6 @@ def run_fit(
     return {**kept, "inspected": inspect(trainer)}
 
 
-def saving(distribution: str, folder: Any, **choices: Any) -> list[Any]:
-    callbacks = importlib.import_module(distribution).callbacks
-    return [callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})]
-
-
-def at(acts: dict[int, Act], distribution: str = LIGHTNING) -> Any:
-    class At(importlib.import_module(distribution).Callback):  # type: ignore[misc]
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            acts.get(trainer.global_step, lambda trainer: None)(trainer)
-
-    return At()
-
-
-def save(path: Any) -> Act:
-    return lambda trainer: trainer.save_checkpoint(path)
-
-
 def save_folder(checkpoint: Path) -> Path:
     (folder,) = Path(f"{checkpoint}.sdiloco").iterdir()
     return folder
@@ -130,16 +104,6 @@ def save_folder(checkpoint: Path) -> Path:
 
 def names_in(folder: Path, pattern: str = "*") -> list[str]:
     return sorted(path.name for path in folder.glob(pattern))
-
-
-def unequal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """The names of what is not the same, to the bit."""
-    held = {**actual, **expected}
-    return [n for n in held if not (n in actual and n in expected and torch.equal(actual[n], expected[n]))]
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert unequal(actual, expected) == []
 
 
 def outer_of(rank: Trained, step: int) -> dict[str, Tensor]:
@@ -415,12 +379,9 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
     assert {words: text for words, text in told.items() if words not in text} == {}
 
 
-def failing(rank: int) -> Any:
-    def fail(trainer: Any) -> None:
-        if trainer.global_rank == rank:
-            raise ArithmeticError("the user's own")
-
-    return at({14: fail})
+def fail(rank: int, trainer: Any) -> None:
+    if trainer.global_rank == rank:
+        raise ArithmeticError("the user's own")
 
 
 @not_in_the_oldest
@@ -428,7 +389,7 @@ def failing(rank: int) -> Any:
 def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: int, tmp_path: Path) -> None:
     said = fits.said_by("lightning_sdiloco")
     keep = saving(LIGHTNING, tmp_path, every_n_train_steps=6, save_on_exception=True, save_last=True, save_top_k=1)
-    keep += [failing(3), pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")]
+    keep += [at({14: partial(fail, 3)}), pl.callbacks.OnExceptionCheckpoint(tmp_path / "alone")]
     error = refusal(run_fit, rank, 4, callbacks=keep, kind=Exception)
     assert (error == "the user's own") == (rank == 3)
     assert names_in(tmp_path, "**/*.ckpt") == ["last.ckpt", "step=12.ckpt"]
@@ -455,11 +416,11 @@ def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_work
         ("kept/step=12.ckpt", None, linked),
     ):
         said.clear()
-        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), failing(rank)]
+        keep = [*callbacks, pl.callbacks.OnExceptionCheckpoint(tmp_path), at({14: partial(fail, rank)})]
         refusal(run_fit, rank, 2, callbacks=keep, path=resume, kind=ArithmeticError)
         assert f"Resume from {tmp_path}/{named}." in "".join(said)
     strategy = fits.strategy(**CHOICES)
-    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[failing(rank)])
+    trainer = fits.trainer(strategy=strategy, devices=2, max_steps=16, callbacks=[at({14: partial(fail, rank)})])
     fit = partial(trainer.fit, train_dataloaders=Announced((rank, 0, 1), 100))
     refusal(fit, traced(LIGHTNING, rank), kind=ArithmeticError)
     trainer.callbacks = []
@@ -472,7 +433,7 @@ def test_after_an_exception_a_standing_checkpoint_is_named_and_the_strategy_work
 def test_a_single_rank_saves_a_whole_checkpoint_on_an_exception(rank: int, tmp_path: Path) -> None:
     keep = saving(LIGHTNING, tmp_path, save_on_exception=True, save_last="link")
     alone = partial(run_fit, 0, 1, groups=1)
-    refusal(alone, callbacks=[failing(0), *keep], kind=ArithmeticError)
+    refusal(alone, callbacks=[at({14: partial(fail, 0)}), *keep], kind=ArithmeticError)
     plain, resumed = alone(steps=16), alone(steps=16, path=tmp_path / "last.ckpt")
     # Only what the rank holds: the step of the batch that failed was not counted.
     assert_same(resumed["trace"][14], plain["trace"][14])

@@ -12,21 +12,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from tests import fits
-from tests.fits import LIGHTNING, SomeBatches, refusal
-from tests.lightning.test_checkpoint import (
-    CHOICES,
-    STEPS,
-    Trained,
-    assert_resumed,
-    assert_same,
-    at,
-    outer_of,
-    run_fit,
-    save,
-    saving,
-    traced,
-    unequal,
-)
+from tests.fits import LIGHTNING, SomeBatches, Trained, assert_same, at, on, refusal, save, saving, unequal
+from tests.lightning.test_checkpoint import CHOICES, STEPS, assert_resumed, outer_of, run_fit, traced
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -111,18 +98,16 @@ def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distr
     local: list[dict[str, Tensor]] = []
     outer: list[dict[str, Tensor]] = []
 
-    class Reader(importlib.import_module(distribution).Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            local.append(net_of(module))
-            outer.append(trainer.strategy.outer_state_dict())
+    def note(trainer: Any, module: Any, *args: Any) -> None:
+        local.append(net_of(module))
+        outer.append(trainer.strategy.outer_state_dict())
 
     (save,) = saving(distribution, tmp_path, monitor="loss")
     model = evaluated(distribution, seed=rank)
-    often = {"val_check_interval": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    often: dict[str, Any] = {"val_check_interval": 3, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    often |= {"callbacks": [on(distribution, on_train_batch_end=note), save]}
     strategy = fits.strategy(distribution, evaluate="local", **{**SHORT, "fragments": [["*"]]})
-    trainer = fits.trainer(
-        distribution, strategy=strategy, devices=2, max_steps=12, callbacks=[Reader(), save], **often
-    )
+    trainer = fits.trainer(distribution, strategy=strategy, devices=2, max_steps=12, **often)
     trainer.fit(model, SomeBatches(rank, 20), SomeBatches(rank, 1))
     assert [unequal(seen, local[step]) for seen, step in zip(model.seen, (2, 5, 8, 11), strict=True)] == [[]] * 4
     assert [agreed(seen) for seen in model.seen] == [False, False, False, True]
@@ -222,8 +207,7 @@ def fit(
         state = average._average_model.state_dict()
         averages[trainer.global_step] = {name: values.clone() for name, values in state.items()}
 
-    noting = importlib.import_module(distribution).callbacks.LambdaCallback(on_train_batch_start=note)
-    callbacks = [noting, average, at(dict(then), distribution)]
+    callbacks = [on(distribution, on_train_batch_start=note), average, at(dict(then), distribution)]
     trained = run_fit(*place, distribution=distribution, callbacks=callbacks, **choices)
     assert not set(vars(average)) & HOOKS, "hooks are put back"
     return {**trained, "averages": averages}
@@ -254,9 +238,8 @@ def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribu
         assert_resumed(resumed, saved, step)
         assert_same(resumed["model"], saved["model"])
         assert [n for n, values in resumed["averages"].items() if unequal(values, saved["averages"][n])] == []
-    stopped = fit(
-        place, distribution, every=1, steps=1000, then={16: lambda trainer: setattr(trainer, "should_stop", True)}
-    )
+    stop = {16: lambda trainer: setattr(trainer, "should_stop", True)}
+    stopped = fit(place, distribution, every=1, steps=1000, then=stop)
     assert sorted(landed(stopped)) == [13, 15, 16]  # step 16 wanted an update too, and the end is a landing
     expected = expected_average([*landed(stopped).values()])
     assert_same(among(stopped["model"], expected), expected)
@@ -280,7 +263,7 @@ def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distri
 
     def fit(average: Any, epochs: int, folder: str = "", resume: str = "") -> Trained:
         saves = [] if resume else saving(distribution, tmp_path / folder, filename="{epoch}")
-        saves += [importlib.import_module(distribution).callbacks.LambdaCallback(on_train_epoch_end=at_end)]
+        saves += [on(distribution, on_train_epoch_end=at_end)]
         more = {"max_epochs": epochs, "callbacks": [average, *saves], "enable_checkpointing": not resume}
         given: dict[str, Any] = {"trainer_choices": more, "loader": SomeBatches(rank, 9)}
         given["resume"] = tmp_path / resume if resume else None
@@ -314,19 +297,6 @@ def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distri
     assert set(unequal(endless["model"], endless["outer"])) == endless["outer"].keys()
 
 
-class Counting(nn.Linear):
-    """Counts in every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(5, 3)
-        self.rank = rank
-        self.register_buffer("count", torch.tensor(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += self.rank + 1
-        return super().forward(x)
-
-
 @in_ranks(2)
 def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(rank: int, tmp_path: Path) -> None:
     for precision in ("64-true", "bf16-true", "bf16-mixed"):
@@ -343,13 +313,23 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(ra
     second = {"trace": model.trace, "outer": strategy.outer_state_dict()}
     assert_same(dict(model.state_dict()), expected_average(list(landed(second).values())))
 
+    def count_on(net: Any, inputs: Any) -> None:
+        """In every rank at another pace, as the counter of BatchNorm does where groups have other batches."""
+        net.count += rank + 1
+
+    def made(*_: Any, **__: Any) -> Any:
+        net = nn.Linear(5, 3)
+        net.register_buffer("count", torch.tensor(0))
+        net.register_forward_pre_hook(count_on)
+        return fits.module(net=net)
+
     def counted(path: Path | None = None) -> int:
         # The only update is wanted before the checkpoint.
         average = averaging(update_every_n_steps=100, update_starting_at_step=5)
         average.should_update = lambda step_idx=None, epoch_idx=None: step_idx == 5
         saves = [] if path else [at({18: save(tmp_path / "18")})]
         given: dict[str, Any] = {"trainer_choices": {"callbacks": [average, *saves]}, "resume": path}
-        given |= {"make": lambda *args, **kwargs: fits.module(net=Counting(rank)), "loader": SomeBatches(rank, 30)}
+        given |= {"make": made, "loader": SomeBatches(rank, 30)}
         torch.manual_seed(0)
         trained = fits.fit(rank, 2, 2, 20, CHOICES, inspect=lambda trainer, module: int(module.net.count), **given)
         return int(trained["inspected"])

@@ -1,7 +1,6 @@
 """How processes start and end, by signals too, and what follows in the same ones: further fits, other groups."""
 
 import contextlib
-import importlib
 import itertools
 import os
 import random
@@ -17,6 +16,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ from lightning_sdiloco.lightning import monitor
 from lightning_sdiloco.lightning.fit_state import Signals
 from tests import fits, sharded
 from tests.bits import same
-from tests.fits import LIGHTNING, OTHER, SHORT, Announced, refusal, said_by
-from tests.lightning.test_checkpoint import CHOICES, assert_resumed, assert_same, saving, traced
+from tests.fits import LIGHTNING, OTHER, SHORT, Announced, assert_same, on, refusal, said_by, saving
+from tests.lightning.test_checkpoint import CHOICES, assert_resumed, traced
 from tests.ranks import agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
@@ -145,13 +145,12 @@ def main_process(script: Path, *arguments: str, **environment: str) -> Iterator[
     try:
         yield main
         main.join(timeout=60)
-        until(lambda: not in_session(main.pid), 20)
-        left = in_session(main.pid)
+        is_over = until(lambda: main.exitcode is not None and not in_session(main.pid), 20)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(main.pid, signal.SIGKILL)
         main.join(timeout=5)
-    assert (main.exitcode is None, left) == (False, []), (script.parent / "stderr").read_text()
+    assert is_over, (script.parent / "stderr").read_text()
 
 
 def until(holds: Callable[[], bool], seconds: float) -> bool:
@@ -207,8 +206,6 @@ def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) ->
 STEPS = 30
 # With CHOICES fragment p launches after 8 + 2p, 16 + 2p, ... and lands five steps later.
 SIGNALLED, ENDED = 14, 19
-
-
 Signalled = dict[tuple[int, str, int], list[int]]
 """Rank, hook, and step that runs or has just been made -> signals that the process gets there."""
 
@@ -216,22 +213,19 @@ Signalled = dict[tuple[int, str, int], list[int]]
 def signalling(rank: int, signalled: Signalled, distribution: str = LIGHTNING) -> Any:
     """A traced module that sends its own process signals, and says what happens between steps."""
 
-    def signal(self: Any, hook: str, step: int, said_of_it: str = "") -> None:
-        if said_of_it:
-            self.said.append(f"{said_of_it} after step {step}")
-        for number in signalled.get((rank, hook, step), ()):
-            os.kill(os.getpid(), number)
+    def hook(name: str, what: str) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            step = self.trainer.global_step + (name == "training_step")
+            self.said += [f"{what.format(*args)} after step {step}"] if what else []
+            for number in signalled.get((rank, name, step), ()):
+                os.kill(os.getpid(), number)
+            return self.loss(args[0]) if name == "training_step" else None
 
-    def training_step(self: Any, parts: Any, index: int) -> Any:
-        signal(self, "training_step", self.trainer.global_step + 1)
-        return self.loss(parts)
+        return call
 
-    def telling(hook: str, what: str) -> Any:
-        return lambda self, *args: signal(self, hook, self.trainer.global_step, what.format(*args))
-
-    told = {"validation_step": "validation batch {1}", "on_train_epoch_end": "epoch end", "on_train_end": ""}
-    hooks = {hook: telling(hook, what) for hook, what in {**told, "on_save_checkpoint": "save"}.items()}
-    return traced(distribution, rank, training_step=training_step, said=[], **hooks)
+    told = {"training_step": "", "on_train_end": "", "on_train_epoch_end": "epoch end", "on_save_checkpoint": "save"}
+    told["validation_step"] = "validation batch {1}"
+    return traced(distribution, rank, said=[], **{name: hook(name, what) for name, what in told.items()})
 
 
 def run(
@@ -299,22 +293,20 @@ def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) ->
         assert_goes_on(rank, 2, tmp_path / name, validates=True, **due)
 
 
-MANY = [signal.SIGTERM, signal.SIGTERM]
-WHENEVER: list[tuple[Signalled, int]] = [
-    ({**TERMINATED, **{(0, "training_step", SIGNALLED + later): MANY for later in (1, 3)}}, ENDED),
-    ({(1, "validation_step", 0): MANY}, 13),  # the sanity check
-    ({(1, "validation_step", 12): MANY}, 19),
-    ({**TERMINATED, (0, "on_save_checkpoint", ENDED): MANY}, ENDED),
-    ({(1, "training_step", STEPS): MANY}, STEPS),
-    ({(rank, "on_train_end", STEPS): MANY for rank in range(2)}, STEPS),
-]
-
-
 @in_ranks(2, timeout=150.0)
 def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, tmp_path: Path) -> None:
     """None where the Trainer saves no checkpoints."""
+    many = [signal.SIGTERM, signal.SIGTERM]
+    whenever: list[tuple[Signalled, int]] = [
+        ({**TERMINATED, **{(0, "training_step", SIGNALLED + later): many for later in (1, 3)}}, ENDED),
+        ({(1, "validation_step", 0): many}, 13),  # the sanity check
+        ({(1, "validation_step", 12): many}, 19),
+        ({**TERMINATED, (0, "on_save_checkpoint", ENDED): many}, ENDED),
+        ({(1, "training_step", STEPS): many}, STEPS),
+        ({(of_rank, "on_train_end", STEPS): many for of_rank in range(2)}, STEPS),
+    ]
     of = {"validates": True, "num_sanity_val_steps": 1, "val_check_interval": 12, "check_val_every_n_epoch": None}
-    for number, (signalled, step) in enumerate(WHENEVER):
+    for number, (signalled, step) in enumerate(whenever):
         ended = run(rank, 2, tmp_path / str(number), signalled, **of)
         assert ended["ended"] == (TERMINATION, step), number
         assert sum("save" in words for words in ended["said"]) == 1, number
@@ -355,20 +347,20 @@ def test_a_signal_may_come_while_those_before_it_are_read() -> None:
     assert next(came) > 10
 
 
-def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
-    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
-    scontrol = folder / "bin" / "scontrol"
-    scontrol.parent.mkdir(exist_ok=True)
-    scratch = scontrol.with_suffix(f".{rank}")
-    scratch.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
-    scratch.chmod(0o755)
-    scratch.rename(scontrol)
+def of_job(rank: int, world_size: int) -> dict[str, str]:
     job = {"JOB_ID": 123, "JOB_NAME": "test", "NNODES": 1, "NODEID": 0, "PROCID": rank, "LOCALID": rank}
     job |= dict.fromkeys(("NTASKS", "NTASKS_PER_NODE"), world_size)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in job.items():
-            patch.setenv(f"SLURM_{name}", str(value))
-        patch.setenv("PATH", f"{scontrol.parent}", prepend=":")
+    return {f"SLURM_{name}": str(value) for name, value in job.items()}
+
+
+def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]) -> Any:
+    """Calls a function in a job of SLURM, whose `scontrol` notes what it is told and signals its caller in turn."""
+    scontrol = folder / f"bin.{rank}" / "scontrol"
+    scontrol.parent.mkdir(exist_ok=True)
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/told\nkill -TERM $PPID\n')
+    scontrol.chmod(0o755)
+    job = {**of_job(rank, world_size), "PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+    with mock.patch.dict(os.environ, job):
         return function()
 
 
@@ -399,7 +391,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
 
 
 @in_ranks(2)
-def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_path: Path) -> None:
+def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_rank(rank: int, tmp_path: Path) -> None:
     # Launches are two steps apart, and land five steps later. Only the first steps are measured.
     told = r"up to 7 inner steps, which take about 70 s \(10 s each\)"
     said = said_by("lightning_sdiloco.lightning.monitor")
@@ -417,9 +409,6 @@ def test_the_start_warns_on_rank_0_if_a_signal_would_wait_long(rank: int, tmp_pa
         assert [re.search(enough, words) is not None for words in warned] == [True] * bool(enough and rank == 0)
         assert round(next(clock) / step_seconds) == (10 if rank == 0 else 0)
 
-
-@in_ranks(2)
-def test_outside_a_fit_signals_hang_no_rank(rank: int, tmp_path: Path) -> None:
     def validate(number: int) -> str:
         strategy = fits.strategy(worker_groups=2, timeout=timedelta(seconds=20), **CHOICES)
         trainer = fits.trainer(strategy=strategy, devices=2, default_root_dir=tmp_path)
@@ -458,28 +447,22 @@ def test_groups_are_made_of_the_processes_that_an_environment_knows(distribution
     assert all(same(own["outer"], ranks[0]["outer"]) for own in ranks)
 
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0"}
-SLURM = dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"), "0")
-SLURM |= {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NNODES": "1", "SLURM_JOB_NAME": "tests"}
-OF_THREE = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
-
-
-def test_numbers_that_an_environment_refuses_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_an_environment_refuses_are_refused() -> None:
+    of_three = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
+    of_torchrun = {**of_three, "TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": "4"}
     batches = fits.SomeBatches(0, 2)
     three: dict[str, Any] = {"devices": "auto", "plugins": [fits.environment_that_knows()]}
     nodes = "Knows says that there are 3 processes, which do not fill num_nodes=2 nodes equally"
     for known, groups, given, message in (
-        (OF_THREE, 2, three, "worker_groups=2 cannot split 3 processes"),
-        (OF_THREE, "auto", {**three, "num_nodes": 2}, nodes),
-        (TORCHRUN, 4, {"devices": 2}, "worker_groups=4 cannot split 2 processes"),
-        (TORCHRUN, 2, {"devices": 2}, "does not match the world size (4)"),
-        (SLURM, 2, {"devices": 2}, "Set `devices=4`"),
+        (of_three, 2, three, "worker_groups=2 cannot split 3 processes"),
+        (of_three, "auto", {**three, "num_nodes": 2}, nodes),
+        (of_torchrun, 4, {"devices": 2}, "worker_groups=4 cannot split 2 processes"),
+        (of_torchrun, 2, {"devices": 2}, "does not match the world size (4)"),
+        (of_job(0, 4), 2, {"devices": 2}, "Set `devices=4`"),
     ):
-        with monkeypatch.context() as patch:
-            for name, value in known.items():
-                patch.setenv(name, value)
-            trainer = partial(fits.trainer, strategy=fits.strategy(worker_groups=groups), **given)
-            assert message in refusal(lambda: trainer().fit(fits.module(), batches))  # noqa: B023  it is called here
+        with mock.patch.dict(os.environ, known):
+            make = partial(fits.trainer, strategy=fits.strategy(worker_groups=groups), **given)
+            assert message in refusal(lambda: make().fit(fits.module(), batches))  # noqa: B023  it is called here
 
     def run(rank: int, world_size: int) -> str:
         return refusal(fits.trainer(strategy=fits.strategy(), devices=1).fit, fits.module(), batches)
@@ -522,7 +505,7 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         assert report["launches"] == report["landings"] > 0
         assert agreed(trainer.strategy.outer_state_dict())
         trainer.fit_loop.max_epochs = 4
-        trainer.callbacks.append(importlib.import_module(LIGHTNING).callbacks.LambdaCallback(on_train_end=spoil))
+        trainer.callbacks.append(on(on_train_end=spoil))
         told = refusal(trainer.fit, models[0], fits.batches(rank // 2, rank % 2, 2), kind=RuntimeError)
         assert "After training the model differs between ranks" in told
         return fitted

@@ -3,6 +3,7 @@
 import importlib
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint_sequential
 
 from lightning_sdiloco.lightning import model_format
 from tests import fits
 from tests.bits import same
-from tests.fits import LIGHTNING, Announced, batches, refusal
+from tests.fits import LIGHTNING, Announced, batches, on, refusal
 from tests.ranks import agreed, in_ranks
 from tests.training import batch, mlp
 
@@ -29,12 +30,8 @@ Make = Callable[[], Any]
 Trace = list[dict[str, Tensor]]
 
 
-def adamw(parameters: Any, **choices: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01, **choices)
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05)
+adamw = partial(torch.optim.AdamW, lr=0.01)
+sgd = partial(torch.optim.SGD, lr=0.05)
 
 
 def made(
@@ -89,14 +86,7 @@ gan = made(
 
 
 def made_late(self: Any) -> None:
-    if isinstance(self.net, nn.Identity):
-        self.net = mlp()
-
-
-def recomputed(net: Any, x: Tensor) -> Tensor:
-    for layer in net:
-        x = checkpoint(layer, x, use_reentrant=False)
-    return x
+    self.net = mlp() if isinstance(self.net, nn.Identity) else self.net
 
 
 def clamp(self: Any, optimizer: Any) -> None:
@@ -121,13 +111,10 @@ def overflowing(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
     return self.loss(parts) * (float("inf") if any(torch.equal(parts[0], batch(1, step)[0]) for step in (5, 6)) else 1)
 
 
-def scheduled(interval: str) -> Callable[[Any], Any]:
-    def configure(parameters: Any) -> Any:
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
-
-    return configure
+def scheduled(interval: str, parameters: Any) -> Any:
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": interval}}
 
 
 def normalised() -> nn.Module:
@@ -142,30 +129,15 @@ def tied_frozen_and_parametrized() -> nn.Module:
     return net
 
 
-def partly_unused() -> nn.Module:
-    net = mlp()
-    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
+def lazy(has_seen_a_batch: bool = False) -> nn.Module:
+    net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
+    if has_seen_a_batch:
+        net(batch(0, 0)[0])
     return net
 
 
-def compiled_inside() -> nn.Module:
-    net = mlp()
-    net[2] = torch.compile(net[2], backend="aot_eager")
-    return net
-
-
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.LazyLinear(3))
-
-
-def lazy_but_seen() -> nn.Module:
-    net = lazy()
-    net(batch(0, 0)[0])
-    return net
-
-
-def by_scaler() -> Any:
-    return pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
+compiled = partial(torch.compile, backend="aot_eager")
+scaling = pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8))
 
 
 class Loop(NamedTuple):
@@ -177,20 +149,21 @@ class Loop(NamedTuple):
 
 
 EPOCHS: dict[str, Any] = {"max_epochs": 3, "limit_train_batches": 4}
+UNUSED = {"find_unused_parameters": True}
 LOOPS = {
     "automatic": Loop(made()),
     "manual": Loop(manual()),
     "manual, not in every batch": Loop(manual(every=lambda module, index: 3), inner_steps=BATCHES // 3),
     "manual without a loss returned": Loop(manual(returned={"index": 0})),
     "manual, unwrapped": Loop(manual(wrapped=False)),
-    "gan": Loop(gan, ddp_kwargs={"find_unused_parameters": True}),
+    "gan": Loop(gan, ddp_kwargs=UNUSED),
     "accumulation": Loop(made(), {"accumulate_grad_batches": 3}, inner_steps=4),
     "accumulation by scheduler": Loop(
         made(), EPOCHS, 4 + 2 + 2, callbacks=lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3, 2: 2})]
     ),
     "clipping by norm": Loop(made(), {"gradient_clip_val": 0.1}),
     "clipping by value": Loop(made(), {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
-    "16-mixed": Loop(made(training_step=overflowing), {"plugins": [by_scaler()]}),
+    "16-mixed": Loop(made(training_step=overflowing), {"plugins": [scaling]}),
     "bf16-mixed": Loop(made(), {"precision": "bf16-mixed"}),
     "bf16-true": Loop(made(), {"precision": "bf16-true"}),
     "16-true": Loop(made(optimize=sgd), {"precision": "16-true"}),
@@ -198,14 +171,14 @@ LOOPS = {
     "configure_model": Loop(made(nn.Identity, configure_model=made_late)),
     "batch norm": Loop(made(normalised)),
     "tied, frozen, parametrized": Loop(made(tied_frozen_and_parametrized)),
-    "gradient checkpointing": Loop(made(apply=recomputed)),
+    "gradient checkpointing": Loop(made(apply=lambda net, x: checkpoint_sequential(net, 7, x, use_reentrant=False))),
     "hooks overridden": Loop(made(**HOOKS)),
     "hooks overridden, not in every batch": Loop(made(optimizer_step=in_every_other), inner_steps=BATCHES // 2),
-    "scheduler per step": Loop(made(optimize=scheduled("step")), EPOCHS, inner_steps=12),
-    "scheduler per epoch": Loop(made(optimize=scheduled("epoch")), EPOCHS, inner_steps=12),
-    "fused": Loop(made(optimize=lambda p: adamw(p, fused=True))),
-    "foreach": Loop(made(optimize=lambda p: adamw(p, foreach=True))),
-    "lbfgs": Loop(made(optimize=lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3))),
+    "scheduler per step": Loop(made(optimize=partial(scheduled, "step")), EPOCHS, inner_steps=12),
+    "scheduler per epoch": Loop(made(optimize=partial(scheduled, "epoch")), EPOCHS, inner_steps=12),
+    "fused": Loop(made(optimize=partial(adamw, fused=True))),
+    "foreach": Loop(made(optimize=partial(adamw, foreach=True))),
+    "lbfgs": Loop(made(optimize=partial(torch.optim.LBFGS, lr=0.1, max_iter=3))),
     "sparse gradients": Loop(
         made(
             lambda: nn.Embedding(8, 3, sparse=True),
@@ -213,17 +186,17 @@ LOOPS = {
             apply=lambda net, x: net(x[:, 0].clamp(-3, 3).add(4).long()),
         )
     ),
-    "find_unused_parameters": Loop(made(partly_unused), ddp_kwargs={"find_unused_parameters": True}),
+    "find_unused_parameters": Loop(made(apply=lambda net, x: net[:-1](x)[:, :3]), ddp_kwargs=UNUSED),
     "static_graph": Loop(made(), ddp_kwargs={"static_graph": True}),
-    "compiled inside": Loop(made(compiled_inside)),
-    "lazy and has seen a batch": Loop(made(lazy_but_seen)),
-    "compiled": Loop(lambda: torch.compile(made()(), backend="aot_eager")),
+    "compiled inside": Loop(made(lambda: nn.Sequential(mlp(), compiled(nn.Linear(3, 3))))),
+    "lazy and has seen a batch": Loop(made(partial(lazy, has_seen_a_batch=True))),
+    "compiled": Loop(lambda: compiled(made()())),
 }
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compilers() -> None:
-    torch.compile(torch.sin, backend="aot_eager")(torch.zeros(1, requires_grad=True))
+    compiled(torch.sin)(torch.zeros(1, requires_grad=True))
 
 
 def run_loop(loop: Loop, strategy: Any, devices: int, loader: Any, **choices: Any) -> tuple[Any, Any, Trace]:
@@ -231,15 +204,15 @@ def run_loop(loop: Loop, strategy: Any, devices: int, loader: Any, **choices: An
     torch.manual_seed(0)
     model, trace = loop.make(), []
 
-    class Keep(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
-            rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
-            held = {name: values.detach().clone() for name, values in module.state_dict().items()}
-            trace.append({**held, "rates": torch.tensor(rates)})
+    def keep(trainer: Any, module: Any, *args: Any) -> None:
+        rates = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+        held = {name: values.detach().clone() for name, values in module.state_dict().items()}
+        trace.append({**held, "rates": torch.tensor(rates)})
 
     length = {} if "max_epochs" in loop.trainer else {"max_epochs": 1, "limit_train_batches": BATCHES}
-    resume, callbacks = choices.pop("resume", None), [*loop.callbacks(), Keep(), *choices.pop("callbacks", [])]
-    chosen = {"strategy": strategy, "devices": devices, "num_sanity_val_steps": 0, "callbacks": callbacks}
+    watching = [*loop.callbacks(), on(on_train_batch_end=keep), *choices.pop("callbacks", [])]
+    resume = choices.pop("resume", None)
+    chosen = {"strategy": strategy, "devices": devices, "num_sanity_val_steps": 0, "callbacks": watching}
     trainer = fits.trainer(**{**chosen, **length, **loop.trainer, **choices})
     trainer.fit(model, loader, ckpt_path=resume)
     return trainer, model, trace
@@ -247,10 +220,6 @@ def run_loop(loop: Loop, strategy: Any, devices: int, loader: Any, **choices: An
 
 def of_ours(loop: Loop, **choices: Any) -> Any:
     return fits.strategy(**{**SHORT, **choices, "ddp_kwargs": loop.ddp_kwargs})
-
-
-def of_ddp(loop: Loop) -> Any:
-    return pl.strategies.DDPStrategy(**loop.ddp_kwargs)
 
 
 def differing(trace: Trace, other: Trace) -> list[int]:
@@ -296,7 +265,7 @@ def test_a_group_of_two_ranks_and_groups_in_a_warmup_train_as_ddp_does(rank: int
         if name in alike:
             continue
         torch.compiler.reset()
-        expected = run_loop(loop, of_ddp(loop), 2, batches(rank))[2]
+        expected = run_loop(loop, pl.strategies.DDPStrategy(**loop.ddp_kwargs), 2, batches(rank))[2]
         for choices in ({"mixing": 1.0, "worker_groups": 1}, {"warmup_steps": 1000, "compression": "fp32"}):
             # Gradients travel in float32, and buffers do not: DDP sends those of rank 0 before each forward pass.
             if "warmup_steps" not in choices or name not in ("64-true", "batch norm"):
@@ -309,7 +278,7 @@ def test_a_single_group_of_three_ranks_trains_as_ddp_does(rank: int) -> None:
     names = ("automatic", "gan", "accumulation", "bf16-true", "find_unused_parameters", "sparse gradients")
     names += ("static_graph", "tied, frozen, parametrized")
     for loop in (Loop(made(normalised, sgd)), *(LOOPS[name] for name in names)):
-        strategies = of_ddp(loop), of_ours(loop, mixing=1.0, worker_groups=1)
+        strategies = pl.strategies.DDPStrategy(**loop.ddp_kwargs), of_ours(loop, mixing=1.0, worker_groups=1)
         traces = [run_loop(loop, strategy, 3, batches(0, rank, 3))[2][:-1] for strategy in strategies]
         loose = {"rtol": 0.1, "atol": 0.05} if loop is LOOPS["bf16-true"] else {"rtol": 1e-3, "atol": 1e-3}
         torch.testing.assert_close(*traces, **loose)
@@ -327,7 +296,7 @@ def test_a_loop_goes_on_with_the_same_bits(rank: int, tmp_path: Path) -> None:
     names += ("16-mixed", "configure_model", "tied, frozen, parametrized", "scheduler per step", "scheduler per epoch")
     for name in (*names, "sparse gradients"):
         torch.compiler.reset()
-        saving, traces = [pl.callbacks.LambdaCallback(on_train_batch_end=save)], []
+        saving, traces = [on(on_train_batch_end=save)], []
         for choices in ({"callbacks": saving}, {"resume": str(tmp_path / "3.ckpt")}):
             length = {"max_epochs": 2, "limit_train_batches": 1.0}
             loop, loader = LOOPS[name], Announced((rank, 0, 1), 5)
@@ -398,9 +367,6 @@ def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monk
             self.optimizers().step()
         return loss
 
-    class Looking(pl.Callback):
-        def on_before_zero_grad(self, *_: Any) -> None: ...
-
     late, of_the_net, default = [False] + [True] * 5, 4 * (5 * 3 + 3), model_format._LEAST_BYTES  # late as in Lightning
     zeroing: dict[str, Any] = {"optimizer_zero_grad": lambda self, *args: args[-1].zero_grad()}
     large: dict[str, Any] = {"optimize": lambda parameters: torch.optim.SGD(parameters, lr=1e-6)}
@@ -413,7 +379,7 @@ def test_gradients_of_large_models_go_early_where_nobody_sees_it(rank: int, monk
         "zeroing, accumulated": (zeroing, 1, {"accumulate_grad_batches": 2}, late),
         "stepping": ({"optimizer_step": HOOKS["optimizer_step"]}, 1, {}, late),
         "manual": ({"automatic_optimization": False}, 1, {}, late),
-        "looking": ({}, 1, {"callbacks": [Looking()]}, late),
+        "looking": ({}, 1, {"callbacks": [on(on_before_zero_grad=lambda *_: None)]}, late),
         "67 MB": (large, default, {}, [False] * 6),
     }
     trained, wrong = {}, {}

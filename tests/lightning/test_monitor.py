@@ -42,24 +42,20 @@ def landing(**told: Any) -> Landing:
     return Landing(**{**dict.fromkeys(Landing._fields, 0), **groups, **own, "on_link_s": 0.5, **told})
 
 
-def flat(state: Any, layer: str = "2.") -> Tensor:
-    return torch.cat([values.detach().flatten() for name, values in state if name.startswith(layer)])
-
-
-def test_diagnostics_are_those_of_a_direct_computation() -> None:
+def test_diagnostics_are_those_of_a_direct_computation_and_add_up_over_shards(worlds: dict[int, Any]) -> None:
     models = [mlp(), mlp()]
     groups = SimulatedGroups(models, sync_every=2, overlap_steps=1, fragments=LAYERS, compression="fp4")
     for engine in groups.engines:
         engine.diagnose()
     optimizers, codec = [inner_optimizer("sgd", model) for model in models], lightning_sdiloco.FP4()
     launched: dict[int, tuple[Tensor, list[Tensor]]] = {}
-    compared = 0
+    compared, flat = 0, nn.utils.parameters_to_vector
     for step in range(1, 9):
         for group, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             train_step(model, optimizer, group, step)
         if 1 in groups.engines[0].schedule.launches(step):
-            outer = flat(groups.outer_state_dict().items())
-            launched[step] = outer, [outer - flat(model.named_parameters()) for model in models]
+            outer = flat(values for name, values in groups.outer_state_dict().items() if name.startswith("2."))
+            launched[step] = outer, [outer - flat(model[2].parameters()).detach() for model in models]
         for group, landings in enumerate(groups.step()):
             for landed in [landed for landed in landings if landed.fragment == 1]:
                 outer, gradients = launched[landed.launched_at]
@@ -68,7 +64,6 @@ def test_diagnostics_are_those_of_a_direct_computation() -> None:
                 momentum = groups.engines[group].state_dict()["fragments"][1]["state"]["momentum_buffer"]
                 lost = float((decoded[group] - own).norm() / own.norm())
                 assert 0.01 < lost < 0.5
-                assert told is not None
                 assert landed.group_norms == pytest.approx([float(g.norm()) for g in gradients], rel=1e-5)
                 cosines = [float(torch.cosine_similarity(gradient, mean, dim=0)) for gradient in decoded]
                 assert told.cosines == pytest.approx(cosines, rel=1e-5)
@@ -77,6 +72,10 @@ def test_diagnostics_are_those_of_a_direct_computation() -> None:
                 assert told.compression_error == pytest.approx(lost, rel=1e-4)
                 compared += 1
     assert compared == 6
+    one, two = ([landings[0] for _, _, landings in worlds[world_size][1]] for world_size in (2, 4))
+    for alone, shared in ((one[0], two[0]), (one[0], two[1]), (one[1], two[2])):
+        for name, value in alone.diagnostics._asdict().items():
+            assert getattr(shared.diagnostics, name) == pytest.approx(value, rel=1e-4), name
 
 
 @pytest.fixture(scope="module")
@@ -91,28 +90,19 @@ def fitted(rank: int, world_size: int, folder: Path) -> Any:
     said = said_by(LIGHTNING, OTHER)
     sent, landings = set[int](), list[Landing]()
 
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            engine = trainer.strategy.engine
-            landed = None if engine.is_finished else engine.last_landing  # the final exchange sends more
-            if landed:
-                sent.add(landed.bytes_sent)
-                landings.extend([landed] if landed.fragment == 0 and landed not in landings else [])
+    def look(trainer: Any, *_: Any) -> None:
+        engine = trainer.strategy.engine
+        landed = None if engine.is_finished else engine.last_landing  # the final exchange sends more
+        if landed:
+            sent.add(landed.bytes_sent)
+            landings.extend([landed] if landed.fragment == 0 and landed not in landings else [])
 
     numbers = {"outer_lr": 0.75, "outer_momentum": 0.5, "mixing": 0.25, "compression": "fp32"}
-    watch = StreamingDiLoCoMonitor(
-        diagnostics=True, timeline=str(folder / "traces" / "trace.json"), folder=str(folder / "sdiloco")
-    )
-    choices = {"callbacks": [watch, Look()], "log_every_n_steps": 2}
+    own = {"timeline": str(folder / "traces" / "trace.json"), "folder": str(folder / "sdiloco")}
+    watching = [StreamingDiLoCoMonitor(diagnostics=True, **own), pl.callbacks.LambdaCallback(on_train_batch_end=look)]
+    choices = {"callbacks": watching, "log_every_n_steps": 2}
     fit(rank, world_size, 2, 14, {**SHORT, **numbers}, trainer_choices=choices)
     return [text for text in said if text.startswith("Streaming DiLoCo")], sorted(sent), landings
-
-
-def test_the_ranks_of_a_group_add_up_what_they_see_of_their_shards(worlds: dict[int, Any]) -> None:
-    one, two = ([landings[0] for _, _, landings in worlds[world_size][1]] for world_size in (2, 4))
-    for alone, shared in ((one[0], two[0]), (one[0], two[1]), (one[1], two[2])):
-        for name, value in alone.diagnostics._asdict().items():
-            assert getattr(shared.diagnostics, name) == pytest.approx(value, rel=1e-4), name
 
 
 @in_ranks(2)
@@ -185,8 +175,8 @@ def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_
     assert not {"sdiloco/outer_momentum_norm", "sdiloco/cosine_group_0"} & set(names)
     assert not any(math.isnan(number) for number in names.values())
     # An interval ends after a round, and says what share of it was not waited for.
-    interval = Interval(sync_every=10, first_step=0)
-    assert "sdiloco/peak_gbit_s" not in interval.scalars_with(unknown._replace(landed_at=10))
+    ended = Interval(sync_every=10, first_step=0).scalars_with(unknown._replace(landed_at=10))
+    assert "sdiloco/peak_gbit_s" not in ended
     interval = Interval(sync_every=10, first_step=0)
     interval._began = 0.0
     assert interval.scalars_with(landing(landed_at=5, exposed_wait_s=1.0, bytes_sent=125_000_000)) == {}
@@ -339,9 +329,8 @@ def test_the_timeline_has_every_rank_and_every_flight_from_launch_to_landing(wor
         assert len([e for e in own if e["name"] == "step"]) == 14
         flights = [e for e in own if e["ph"] == "X" and e["name"] == "flight"]
         # Fragment p launches after inner steps 4 + p, 8 + p, 12 + p; what is in flight at the end lands.
-        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == [
-            (step, (step - 4) % 4) for step in range(4, 15)
-        ]
+        launches = [(step, (step - 4) % 4) for step in range(4, 15)]
+        assert sorted((e["args"]["launched_at"], e["args"]["fragment"]) for e in flights) == launches
         assert len([e for e in own if e["name"] == "final flight"]) == 4
         arrows = {e["id"]: e["ts"] for e in own if e["ph"] == "s"}
         ends = {e["id"]: e["ts"] for e in own if e["ph"] == "f"}
@@ -369,9 +358,6 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(wor
     # All four fragments in four steps are more than the largest in two.
     assert rate >= 8 * sent[-1] / window * 0.98
     assert 1 <= float(re.findall(r"carry (\S+)", measured)[0]) < 1000
+    without_numbers = partial(re.sub, r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N")
     shown = re.findall("^Streaming DiLoCo: .*", PAGE, re.MULTILINE)
     assert list(map(without_numbers, shown)) == list(map(without_numbers, (start, measured)))
-
-
-def without_numbers(line: str) -> str:
-    return re.sub(r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N", line)

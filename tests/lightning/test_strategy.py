@@ -3,11 +3,9 @@
 import gc
 import importlib
 import inspect
-import logging
 import pickle
 import pydoc
 import threading
-import time
 from itertools import product
 from typing import Any
 
@@ -32,19 +30,16 @@ REPORT |= {"in_flight_s", "outer_lr", "outer_momentum", "mixing"}
 
 @in_ranks(1)
 def test_an_engine_that_is_dropped_takes_its_threads_along(rank: int) -> None:
-    def threads() -> int:
-        return sum(thread.name == "sdiloco-background" for thread in threading.enumerate())
-
     engine = StreamingDiLoCo(mlp(), sync_every=2, overlap_steps=1, fragments=[["*"]])
     for _ in range(6):
         engine.step()
-    assert threads() == 3, "one for each stage"
+    threads = [thread for thread in threading.enumerate() if thread.name == "sdiloco-background"]
+    assert len(threads) == 3, "one for each stage"
     del engine
     gc.collect()
-    deadline = time.monotonic() + 5
-    while threads() > 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threads() == 0
+    for thread in threads:
+        thread.join(5 / 3)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_the_name_is_enough_for_a_group_of_each_rank_or_of_each_of_several_nodes(distribution: str) -> None:
@@ -99,7 +94,6 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     assert table.splitlines()[0].split() == ["step", "launches", "lands"]
     assert names == [("net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"), ("net.2.weight", "net.2.bias")]
     assert sizes == [4 * (5 * 8 + 8 + 8 + 8), 4 * (8 * 3 + 3)]
-    assert {values.dtype for values in outer.values()} == {torch.float32}
     assert (at_end[0][0], set(strategy.report())) == (everything(), REPORT)
     assert same(at_end[0][1], outer)
     assert list(outer) == list(dict(model.named_parameters()))
@@ -133,7 +127,11 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
 
 
 @in_ranks(2)
-def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit(rank: int, distribution: str) -> None:
+def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: int, distribution: str) -> None:
+    def rounds(schedule: Schedule, steps: int) -> int:
+        landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
+        return min(map(landed.count, range(schedule.fragments)))
+
     cases: list[tuple[int, dict[str, Any], bool]] = [
         (5, {"max_steps": 16}, True),
         (2, {"max_steps": 21}, False),  # ten rounds
@@ -156,17 +154,11 @@ def test_rank_0_says_how_many_rounds_fit_and_what_would_do_unless_ten_fit(rank: 
                 " learn from each other: sync_every=1 and overlap_steps=0 would give 10."
             ]
 
-
-def test_what_is_named_gives_ten_rounds_and_no_larger_one_does(caplog: pytest.LogCaptureFixture) -> None:
-    def rounds(schedule: Schedule, steps: int) -> int:
-        landed = [fragment for step in range(1, steps + 1) for fragment in schedule.landings(step)]
-        return min(map(landed.count, range(schedule.fragments)))
-
+    # What is named gives ten rounds, and no larger one does.
     for steps, overlap, fragments in product((3, 40, 300), (0, 5, 90), (1, 8)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
-        (told,) = [record.getMessage() for record in caplog.records]
+        said.clear()
+        warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
+        (told,) = said
         schedules = {every: Schedule(every, min(overlap, every - 1), fragments) for every in range(1, 100)}
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
         advice = told.partition("each other: ")[2]
