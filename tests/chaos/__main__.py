@@ -55,10 +55,8 @@ def show(runs: list[Found]) -> dict[str, float]:
     for kind in sorted({kind for one in runs for kind in one["faults"]}):
         back = [own for one in runs for own in one["returns"] if own["kind"] == kind]
         times = [own["seconds"] for own in back] or [float("nan")]
-        counts = [str(sum(one["faults"].get(kind, 0) for one in runs)), str(len(back))]
-        rows.append(
-            [kind, *counts, f"{median(times):.2f}", f"{max(times):.2f}", str(sum(own["state"] for own in back))]
-        )
+        faults, states = sum(one["faults"].get(kind, 0) for one in runs), sum(own["state"] for own in back)
+        rows.append([kind, str(faults), str(len(back)), f"{median(times):.2f}", f"{max(times):.2f}", str(states)])
     columns = ["fault", "times", "returns", "median, s", "longest, s", "with a state"]
     report.show("Faults, and seconds from hello to all records applied", columns, rows)
     for one in runs:

@@ -210,9 +210,8 @@ def incarnations_of(notes: Sequence[Note]) -> list[Incarnation]:
                 if note["how"] not in ("mix", "carry", "take"):
                     incarnations[-1].dropped.append((note["fragment"], note["round"], incarnations[-1].ended))
             case "adopt":
-                incarnations[-1].dropped += [
-                    (fragment, round, incarnations[-1].ended) for fragment, round, *_ in note["states"]
-                ]
+                ended = incarnations[-1].ended
+                incarnations[-1].dropped += [(fragment, round, ended) for fragment, round, *_ in note["states"]]
     return incarnations
 
 
@@ -224,17 +223,14 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
     incarnations = incarnations_of(told.sites[site])
     starts = [note["at"] for note in told.sites[site] if note["what"] == "up"]
     hellos = [note for note in told.hub if note["what"] == "hello" and note["site"] == site]
-    numbers = {
-        note["incarnation"]: max(0, sum(start < note["at"] for start in starts) - 1) for note in reversed(hellos)
-    }
+    numbers = {own["incarnation"]: max(0, sum(at < own["at"] for at in starts) - 1) for own in reversed(hellos)}
     lost = []
     for fragment in sorted({note["fragment"] for note in told.records()}):
         rounds = {note["round"]: note["counted"] for note in told.records() if note["fragment"] == fragment}
+        counts = [(round, own) for round in sorted(rounds) for own in rounds[round] if own[0] == site]
         launches: list[Counted] = []
         last: dict[int, int] = {}
-        for round, (_, incarnation, weight) in [
-            (r, own) for r in sorted(rounds) for own in rounds[r] if own[0] == site
-        ]:
+        for round, (_, incarnation, weight) in counts:
             number, steps = numbers.get(incarnation, 0), weight // batch
             made = incarnations[number].landed.get((fragment, round - 1), incarnations[number].began)
             last[number] = made = max(made, last[number] + steps) if number in last else made
@@ -245,10 +241,9 @@ def losses(site: str, told: Told, batch: int) -> list[tuple[int, int, str]]:
             counted += own.steps
             inside = {step for first, end in spans for step in range(first, min(end, own.made))}
             missing, most = max(0, own.made - counted), len(inside)
-            if missing > most:
-                problem = problem or (
-                    f"{site} has lost {missing} steps of fragment {fragment} by round {own.round}, and may lose {most}"
-                )
+            if missing > most and not problem:
+                problem = f"{site} has lost {missing} steps of fragment {fragment} by round {own.round}"
+                problem += f", and may lose {most}"
         lost.append((missing, most, problem))
     return lost
 
@@ -282,11 +277,8 @@ def examined(told: Told, batch: int) -> Found:
     """Counts, times, who came back late, and the problems: what must not be."""
     spans = told.spans()
     sites = {site: stalls(told, spans, site) for site in told.sites}
-    returns = [
-        {"kind": span.label, "site": site, **returned(told, spans, span, site)}
-        for span in spans
-        for site in ((span.victim,) if span.victim in told.sites else told.sites)
-    ]
+    hit = [(span, site) for span in spans for site in told.sites if span.victim in (site, HUB, ALL)]
+    returns = [{"kind": span.label, "site": site, **returned(told, spans, span, site)} for span, site in hit]
     lost = {site: losses(site, told, batch) for site in told.sites}
     problems = disagreements(told) + counted_twice(told, batch)
     problems += [problem for own in lost.values() for *_, problem in own if problem]

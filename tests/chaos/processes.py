@@ -167,9 +167,8 @@ def note_follower(notebook: Notebook) -> None:
 
     def adopt(landings: dict[int, Any], follower: Follower, *_: Any) -> None:
         taken = [follower.fragments[index] for index in landings]
-        notebook.write(
-            "adopt", states=[[own.fragment, own.applied.round, own.applied.key, own.digest] for own in taken]
-        )
+        states = [[own.fragment, own.applied.round, own.applied.key, own.digest] for own in taken]
+        notebook.write("adopt", states=states)
 
     watch(Follower, "land", after=land)
     watch(Follower, "adopt", after=adopt)
@@ -204,18 +203,9 @@ def federation_of(site: str, place: Place) -> Federation:
 
 
 def trainer_of(place: Place, folder: Path, strategy: Any, callbacks: Sequence[Callback], **choices: Any) -> pl.Trainer:
-    return pl.Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        max_steps=place.steps,
-        max_epochs=-1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **choices,
-    )
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    own = {"max_steps": place.steps, "max_epochs": -1, "default_root_dir": folder, "callbacks": list(callbacks)}
+    return pl.Trainer(accelerator="cpu", strategy=strategy, **quiet, **own, **choices)
 
 
 def samples_of(site: str, batch: int = BATCH) -> DataLoader[Any]:

@@ -4,18 +4,27 @@
 plays a thousand, by chance.
 """
 
+import pickle
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from benchmarks.links import Links, missing
 from tests.chaos.__main__ import run
-from tests.chaos.checks import Found
+from tests.chaos.checks import Found, Told, examined
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
-from tests.chaos.play import played
+from tests.chaos.play import Play, played
+from tests.chaos.processes import BATCH
 from tests.chaos.world import MBIT_S, ONE_WAY_DELAY, World
 from tests.federation.hubs import require_extra
 
+require_extra()
+ROOT = Path(__file__).parents[2]
 HEALED = 10.0  # seconds within which a site whose link is whole again has all records, unless it fetches a state
 
 
@@ -29,7 +38,6 @@ def require_good(found: Found) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stage", STAGES)
 def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, stage: str) -> None:
-    require_extra()
     found = run(1, faults=20, minutes=15.0, namespaces=False, seconds=0.05, folder=tmp_path, only=[stage])
     assert sum(found["faults"].values()) == 20
     require_good(found)
@@ -38,7 +46,6 @@ def test_sites_are_killed_twenty_times_at_a_stage_of_a_flight(tmp_path: Path, st
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
 def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_path: Path) -> None:
-    require_extra()
     stops = [Fault("stop", "b", seconds) for seconds in (1.0, 5.0, 20.0)]
     of_the_hub = [Fault("kill", HUB, 2.0), Fault("stop", HUB, 7.0), Fault("move", HUB, 2.0)]
     with World(tmp_path, "abc", 0.05) as world:
@@ -49,16 +56,12 @@ def test_processes_stop_for_long_the_hub_dies_and_moves_and_everything_dies(tmp_
 @pytest.mark.chaos
 @pytest.mark.timeout(600)
 def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_sound_model(tmp_path: Path) -> None:
-    require_extra()
     with World(tmp_path, "abc", 0.05) as world:
         told, found = played(world, Fault("wrong", "b", 0.0), Fault("wrong", "c", 0.0))
     require_good(found)
-    ends = [note for notes in told.sites.values() for note in notes if note["what"] == "ended"]
-    assert max(note["most"] for note in ends) < 2
-    assert {note["how"] for notes in told.sites.values() for note in notes if note["what"] == "land"} >= {
-        "mix",
-        "too long",
-    }
+    notes = [note for of_site in told.sites.values() for note in of_site]
+    assert max(note["most"] for note in notes if note["what"] == "ended") < 2
+    assert {note["how"] for note in notes if note["what"] == "land"} >= {"mix", "too long"}
 
 
 @pytest.mark.chaos
@@ -66,7 +69,6 @@ def test_a_site_whose_parameters_become_wrong_is_left_out_and_all_end_with_one_s
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.timeout(1200)
 def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path: Path) -> None:
-    require_extra()
     cuts = [Fault("cut", "b", seconds) for seconds in (5.0, 15.0, 60.0)]
     one_way = [Fault("cut_in", "b", 10.0), Fault("cut_out", "b", 10.0), Fault("nat", "b", 0.0)]
     worse = [Fault("loss", "b", 20.0, strength) for strength in (0.0, 1.0)]
@@ -79,7 +81,73 @@ def test_links_are_cut_for_up_to_a_minute_lose_packets_and_become_slow(tmp_path:
 @pytest.mark.soak
 @pytest.mark.timeout(8 * 3600)
 def test_a_federation_bears_a_thousand_faults(tmp_path: Path) -> None:
-    require_extra()
     found = run(1, faults=1000, minutes=7.5 * 60, namespaces=False, seconds=0.05, folder=tmp_path)
     assert sum(found["faults"].values()) == 1000
     require_good(found)
+
+
+# A hub and its sites are updated one after the other, while training goes on
+
+NEWER = {
+    "federation/wire.py": ("\nPROTOCOL = 3", "\nPROTOCOL = 4"),
+    "federation/config.py": ('str(torch.__version__).split("+")[0]', '"2.13.99"'),
+}
+OTHER_ARITHMETIC = {**NEWER, "federation/arithmetic.py": ("return seal.hexdigest()", "return seal.hexdigest()[::-1]")}
+
+
+class Command(subprocess.Popen[bytes]):
+    exitcode, join = property(subprocess.Popen.poll), subprocess.Popen.wait
+
+
+class Upgraded(World):
+    """A world in which processes begin with a package of their own."""
+
+    package: Path
+
+    @override
+    def started(self, name: str) -> Any:
+        told = self.folder / f"{name}.pickle"
+        told.write_bytes(pickle.dumps(self.told(name)))
+        return Command([sys.executable, "-m", "tests.chaos.processes", str(told)], cwd=self.package)
+
+
+def copied(folder: Path, changes: dict[str, tuple[str, str]], version: str) -> Path:
+    """Returns a folder with a copy of the package, some lines of which are others."""
+    shutil.copytree(ROOT / "lightning_sdiloco", folder / "lightning_sdiloco")
+    for name in ("tests", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    metadata = folder / f"lightning_sdiloco-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: lightning-sdiloco\nVersion: {version}\n")
+    for name, (before, after) in changes.items():
+        path = folder / "lightning_sdiloco" / name
+        text = path.read_text()
+        assert text.count(before) == 1, f"{name} has no {before!r}"
+        path.write_text(text.replace(before, after))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stays_out(tmp_path: Path) -> None:
+    newer = copied(tmp_path / "newer", NEWER, "0.1.99")
+    other = copied(tmp_path / "other", OTHER_ARITHMETIC, "0.1.99")
+    # With the mean of the hub, which goes on from what rounding has left out.
+    with Upgraded(tmp_path, "abc", 0.05, mean="hub") as world:
+        world.package, world.sites = ROOT, ("a", "b")
+        play = Play(world)
+        play.begin()
+        world.package = newer
+        for name in (HUB, "b", "a"):
+            play.suffer(Fault("kill", name, 0.0))
+        world.package = other
+        stranger = world.started("c")
+        play.until("the stranger to be refused", lambda: stranger.exitcode is not None, 60.0)
+        play.finish()
+    assert examined(Told.of(tmp_path, "ab"), BATCH)["problems"] == []
+    for name, is_newer in (("torch", "2.13.99"), ("lightning-sdiloco", "0.1.99")):
+        for site in "ab":
+            assert f"versions.{name} is {is_newer} here" in world.said(site)
+    assert stranger.exitcode
+    assert "self_test is" in world.said("c")
+    assert "cannot join the run 'run'" in world.said("c")

@@ -71,10 +71,8 @@ def trained(first: int, last: int, at: float, lands: tuple[tuple[int, int], ...]
 def with_a_kill(*weighs: int) -> Told:
     """A site that is killed after step 50 and goes on from its checkpoint of step 45; its launches weigh so much."""
     notes = [*trained(0, 50, 0.0, ((1, 22), (2, 42))), *trained(45, 90, 10.0, ((3, 62), (4, 82)))]
-    hub = [
-        {"what": "hello", "at": at + 0.05, "site": "a", "incarnation": incarnation}
-        for at, incarnation in ((0.0, "one"), (10.0, "two"))
-    ]
+    said = {"what": "hello", "site": "a"}
+    hub = [{**said, "at": 0.05, "incarnation": "one"}, {**said, "at": 10.05, "incarnation": "two"}]
     made = ((2.1, "one"), (4.1, "one"), (11.6, "two"), (13.6, "two"))
     for round, ((at, incarnation), steps) in enumerate(zip(made, weighs, strict=True), 1):
         counted = [["a", incarnation, 8 * steps]] if steps else []

@@ -6,7 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,8 +168,6 @@ def children(pid: int) -> list[int]:
 
 def free_ports(number: int) -> list[int]:
     """Ports that nobody uses, all taken at the same time: one looked for after another may be found twice."""
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [int(one.getsockname()[1]) for one in listening]
-    for one in listening:
-        one.close()
-    return ports
+    with ExitStack() as stack:
+        listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [int(one.getsockname()[1]) for one in listening]

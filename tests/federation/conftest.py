@@ -1,4 +1,4 @@
-"""Keys of every role, and a hub without rules, made once."""
+"""Keys of every role, and hubs: without rules, made once or for a test, and with rules."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +17,12 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of_module(keys: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with Served(tmp_path_factory.mktemp("hub"), keys) as served:
+        yield served
+
+
+@pytest.fixture
+def hub(keys: Path, tmp_path: Path) -> Iterator[Served]:
+    with Served(tmp_path, keys) as served:
         yield served
 
 

@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,38 +100,26 @@ class Noting:
         return {"asked": name}, body
 
 
-class Served:
+class Served(AbstractContextManager["Served"]):
     """A hub without rules, and what it keeps blobs in."""
 
-    def __init__(self, folder: Path, keys: Path | None, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, folder: Path, keys: Path) -> None:
         self.keys, self.handler = keys, Noting()
         self.store = BlobStore(folder / "store", max_blob=64 << 20)
-        self.hub = Hub(self.handler, self.store, RUN, listen, keys=keys, insecure=keys is None, heartbeat=0.2)
+        self.hub = Hub(self.handler, self.store, RUN, keys=keys, heartbeat=0.2)
         self.port = self.hub.port
         self.hub.start()
         self.clients: list[HubClient] = []
 
     def client(self, name: str = "site-a", port: int | None = None, **options: Any) -> HubClient:
-        options = {
-            "keys": self.keys,
-            "insecure": self.keys is None,
-            "heartbeat": 0.2,
-            "run": RUN,
-            "timeout": 5.0,
-        } | options
-        self.clients.append(HubClient(f"127.0.0.1:{port or self.port}", name=name, **options))
+        known = {"run": RUN, "keys": self.keys, "heartbeat": 0.2, "timeout": 5.0}
+        self.clients.append(HubClient(f"127.0.0.1:{port or self.port}", name=name, **{**known, **options}))
         return self.clients[-1]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for client in self.clients:
             client.close()
         self.hub.close(0.1)
-
-    def __enter__(self) -> "Served":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Line:
@@ -205,9 +193,10 @@ class World:
         self.sites: dict[str, ScriptedSite] = {}
         self.open: list[Any] = []
 
-    def start(self, sites: int | None = None) -> HubService:
-        listen = f"127.0.0.1:{self.port}"
-        self.service = HubService(RUN, self.folder / "hub.sqlite", sites, listen, keys=self.keys, heartbeat=0.2)
+    def start(self, sites: int | None = None, ledger: Path | None = None, **options: Any) -> HubService:
+        """Starts a hub at the same port as that before, if there was one."""
+        options |= {"listen": f"127.0.0.1:{self.port}", "keys": self.keys, "heartbeat": 0.2}
+        self.service = HubService(RUN, ledger or self.folder / "hub.sqlite", sites, **options)
         self.port = self.service.port
         self.service.start()
         return self.service
@@ -225,6 +214,10 @@ class World:
     def client(self, name: str) -> HubClient:
         self.open.append(HubClient(f"127.0.0.1:{self.port}", RUN, name, keys=self.keys))
         return self.open[-1]
+
+    def asked(self, who: str) -> list[str]:
+        """The options of a command with which somebody asks this hub."""
+        return ["--hub", f"127.0.0.1:{self.port}", "--keys", str(self.keys / f"{who}.bundle")]
 
     def ask(self, name: str, call: str, **about: object) -> dict[str, Any]:
         header, body = self.client(name).call(call, about)
@@ -245,11 +238,19 @@ class World:
             time.sleep(0.005)
 
     def rounds(self, least: int, longest_step: float = 60.0) -> None:
-        """Trains until all have landed so many rounds."""
+        """Trains until all have landed so many rounds, after which they agree."""
         self.run(lambda: all(min(site.rounds) >= least for site in self.sites.values()), longest_step)
+        require_agreement(self.sites.values())
 
     def more(self, rounds: int, longest_step: float = 60.0) -> None:
         self.rounds(max(max(site.rounds) for site in self.sites.values()) + rounds, longest_step)
+
+    def found(self, *names: str, rounds: int = 0, **options: Any) -> ScriptedSite:
+        """Starts a hub at which these sites found the run, and trains them for some rounds."""
+        self.start(len(names), **options)
+        last = self.join(*names)
+        self.rounds(rounds)
+        return last
 
     def kill(self, name: str) -> ScriptedSite:
         """Ends a site without a word, as the end of its process does."""

@@ -23,6 +23,7 @@ from lightning_sdiloco.federation.coordinator import Coordinator
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Event, Record
 from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.store import SQLiteLedger
 from tests.training import inner_optimizer, mlp, train_step
 
 STEP, PATIENCE = 0.1, 60.0
@@ -64,12 +65,7 @@ class Site:
     """A rank of a site with an engine and the model that it trains. Its number chooses its data."""
 
     def __init__(
-        self,
-        hub: VirtualHub,
-        index: int,
-        model: nn.Module | None = None,
-        topology: Topology | None = None,
-        **choices: Any,
+        self, hub: VirtualHub, index: int, model: Any = None, topology: Topology | None = None, **choices: Any
     ) -> None:
         self.hub, self.index, self.step = hub, index, 0
         self.model: Any = mlp() if model is None else model
@@ -138,13 +134,23 @@ def train(sites: Sequence[Site], steps: int, heartbeat: Sequence[Site] = ()) -> 
             site.engine.land_due()
 
 
-def founded(count: int, **choices: Any) -> list[Site]:
-    """Sites that have founded a run, and know it."""
+def founded(count: int, steps: int = 0, **choices: Any) -> list[Site]:
+    """Sites that have founded a run, know it, and have made some inner steps."""
     hub = VirtualHub(count)
     sites = [Site(hub, index, **choices) for index in range(count)]
     for site in (*sites, *sites):
         site.world.hear()
+    train(sites, steps)
     return sites
+
+
+def restarted(sites: Sequence[Site], ledger: SQLiteLedger | None = None) -> None:
+    """The hub starts again, perhaps with another ledger, and the sites find it."""
+    hub = sites[0].hub
+    hub.journal = ledger or hub.journal
+    hub.restart()
+    for site in sites:
+        site.mended()
 
 
 def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

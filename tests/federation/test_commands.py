@@ -2,14 +2,17 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -18,35 +21,21 @@ from lightning_sdiloco.federation.keys import init_keys, wall_clock
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.planning.units import readable
-from lightning_sdiloco.tools.cli import main
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
 from tests.federation.hubs import TERMS, World, require_agreement
 from tests.federation.scripted import RUN, run_config
+from tests.tools.command import not_refused_with, ran, refused, told
 
 pytestmark = pytest.mark.timeout(300)
 
-SITE: dict[str, Any] = {
-    "state": "follows",
-    "incarnation": "0" * 16,
-    "last_heartbeat": 0.42,
-    "rounds_behind": 1,
-    "share": 0.75,
-}
-SITE |= {
-    "late": 3,
-    "not_finite": 1,
-    "too_long": 4,
-    "incarnations": 2,
-    "bytes": 2_500_000,
-    "bytes_per_second": 1_000_000,
-}
+SITE: dict[str, Any] = {"state": "follows", "incarnation": "0" * 16, "last_heartbeat": 0.42, "rounds_behind": 1}
+SITE |= {"share": 0.75, "late": 3, "not_finite": 1, "too_long": 4, "incarnations": 2}
+SITE |= {"bytes": 2_500_000, "bytes_per_second": 1_000_000}
 GONE = SITE | {"state": "gone", "last_heartbeat": None, "rounds_behind": None, "share": 0.25}
 FRAGMENT = {"round": 7, "open": True, "here": ["a"], "missing": ["b"], "ended": False}
-STATUS: dict[str, Any] = {
-    **{"run": "llm", "founded": True, "trouble": "there is no space left", "records": 14, "snapshots": []},
-    **{"sites": {"a": SITE, "b": GONE}, "fragments": [FRAGMENT, FRAGMENT | {"missing": []}]},
-}
+STATUS: dict[str, Any] = {"run": "llm", "founded": True, "trouble": "there is no space left", "records": 14}
+STATUS |= {"snapshots": [], "sites": {"a": SITE, "b": GONE}, "fragments": [FRAGMENT, FRAGMENT | {"missing": []}]}
 FOUNDING = {"run": "llm", "founded": False, "trouble": None, "missing": 2, "here": ["a"]}
 
 
@@ -73,13 +62,7 @@ class HubProcess(subprocess.Popen[str]):
             self.end(signal.SIGKILL)
 
 
-def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
-    world: World, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def asked(who: str, *command: str) -> str:
-        main([*command, "--hub", f"127.0.0.1:{world.port}", "--keys", str(world.keys / f"{who}.bundle")])
-        return capsys.readouterr().out
-
+def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_ends_the_run(world: World) -> None:
     metrics = ["--metrics", "127.0.0.1:0"] if find_spec("prometheus_client") is not None else []
     hub = HubProcess(world, "--sites", "2", *metrics)
     assert "it waits for 2 sites that found the run" in hub.greeting
@@ -90,6 +73,10 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     world.join("a", "b")
     for rounds in (1, 2, 3):
         world.rounds(rounds)
+        if rounds == 2:
+            said = told("hub", "amend", "--grace", "0.5", "--guard=0", *world.asked("boss"))
+            assert "grace=0.5, lease=2.0, quorum=1, guard=None" in said
+            world.run(lambda: all(site.follower.terms.grace == 0.5 for site in world.sites.values()))
         for _ in range(3 * rounds):
             world.sites["a"].step()
         hub.end(signal.SIGKILL)
@@ -99,12 +86,22 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     world.more(2)
     # Whether a site follows, the hub that was started again learns from its next heartbeat.
     world.run(lambda: world.status()["sites"]["a"]["state"] == "follows")
-    assert json.loads(asked("viewer", "status", "--json"))["fragments"][0]["round"] >= 5
-    assert "follows" in asked("viewer", "status")
-    with pytest.raises(SystemExit):
-        asked("viewer", "hub", "end")
-    assert "a reader may not call end" in capsys.readouterr().err
-    asked("boss", "hub", "end")
+    assert json.loads(told("status", "--json", *world.asked("viewer")))["fragments"][0]["round"] >= 5
+    assert "follows" in told("status", *world.asked("viewer"))
+    terms = world.status()["run_config"]["terms"]
+    assert (terms["grace"], terms["guard"], terms["rounds"]) == (0.5, None, None)
+    assert world.join("c").follower.terms.sync_every == 8
+    world.more(2)
+    assert world.sites["c"].follower.terms.grace == 0.5
+    cases = [
+        (["amend", "--lease=-1", *world.asked("boss")], "lease is no finite number"),
+        (["amend", "--quorum=0", *world.asked("boss")], "quorum=0 is out of range"),
+        (["amend", *world.asked("boss")], "Say what"),
+        (["amend", "--grace=1", *world.asked("viewer")], "may not call amend"),
+        (["end", *world.asked("viewer")], "a reader may not call end"),
+    ]
+    assert not_refused_with("hub", cases) == {}
+    told("hub", "end", *world.asked("boss"))
     world.run(lambda: all(site.follower.finished for site in world.sites.values()))
     require_agreement(world.sites.values())
     for site in world.sites.values():
@@ -112,12 +109,10 @@ def test_a_hub_that_is_killed_goes_on_and_its_operator_ends_the_run(
     assert "start it again with the same command" in hub.end(signal.SIGTERM)
 
 
-def test_what_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     new = ["hub", "--run", "r", "--insecure", "--sites", "1"]
-    for command, told in (
+    for command, words in (
         (["hub"], "give its name"),
         (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
@@ -128,21 +123,20 @@ def test_what_is_missing_is_said(
         (["doctor", "--hub", "127.0.0.1:1"], "Give the keys"),
         (["hub", "end", "--hub", "127.0.0.1:1"], "Say which run it is"),
     ):
-        with pytest.raises(SystemExit):
-            main(command)
-        assert told in capsys.readouterr().err
+        assert words in refused(*command)
         assert not os.listdir(tmp_path)
     pytest.importorskip("grpc")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(SystemExit), pytest.warns(UserWarning, match="without TLS"):
-        main([*new, "--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0"])
-    assert "Metrics need prometheus_client" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="without TLS"):
+        said = ran(*new, "--listen", "127.0.0.1:0", "--ledger", "hub.sqlite", "--metrics", "127.0.0.1:0")
+    assert "Metrics need prometheus_client" in said.err
+    assert said.code
 
 
-def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
+def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stranger_reads_no_more() -> None:
     text = printed(STATUS)
-    for told in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
-        assert told in text
+    for words in ("14 records", "no space left", "0.4 s", "75%", "2.5 MB", "1 MB/s", "gone"):
+        assert words in text
     assert "2 more sites are needed; here: a" in printed(FOUNDING)
     page = (Path(__file__).parents[2] / "docs" / "federation.md").read_text()
     for kind, name, _ in SITE_METRICS.values():
@@ -150,10 +144,16 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     asked = []
 
-    def scraped(status: dict[str, Any]) -> list[str]:
-        """What a Prometheus server reads, the second time that it asks."""
+    def scraped(status: dict[str, Any], *strangers: bytes) -> list[str]:
+        """What a Prometheus server reads, the second time that it asks, after what strangers have sent."""
         server = MetricsServer("127.0.0.1:0", lambda: (asked.append(1), status)[1])
         try:
+            for sent in strangers:
+                stranger = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+                with stranger, suppress(ConnectionError):
+                    stranger.sendall(sent)
+                    stranger.shutdown(socket.SHUT_WR)
+                    stranger.recv(1 << 16)
             for _ in range(2):
                 with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
                     text = answer.read().decode()
@@ -179,35 +179,26 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says() -> None:
     assert not [line for line in lines if line.startswith('sdiloco_site_last_heartbeat_seconds{run="llm",site="b"}')]
     assert any(line.startswith("process_resident_memory_bytes") for line in lines)
     assert len(asked) == 1, "whoever asks often does not keep the hub from its work"
-    assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING)
+    post = b"POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nend"
+    strangers = (b"GET /evict?who=a HTTP/1.0\r\n\r\n", post, random.randbytes(4096))
+    assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING, *strangers)
     with pytest.raises(ValueError, match="no address"):
         MetricsServer("9400", lambda: STATUS)
 
 
 def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
-    world: World,
-    keys: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    world: World, keys: Path, tmp_path: Path
 ) -> None:
     hub, bundle = world.start(sites=1), ["--keys", str(keys / "a.bundle")]
 
     def examined(*options: str, code: int = 0, port: int = hub.port) -> dict[str, Any]:
         """What it says as JSON, by the names of what was looked at."""
-        arguments = ["doctor", "--hub", f"127.0.0.1:{port}", "--seconds", "0.2", "--json", *options]
-        if code:
-            with pytest.raises(SystemExit) as ended:
-                main(arguments)
-            assert ended.value.code == code
-        else:
-            main(arguments)
-        told = json.loads(capsys.readouterr().out)
-        assert told["ok"] is not bool(code)
+        said = ran("doctor", "--hub", f"127.0.0.1:{port}", "--seconds", "0.2", "--json", *options)
+        told = json.loads(said.out)
+        assert (said.code, told["ok"]) == (code, not code)
         return told | {finding["check"]: finding for finding in told["findings"]}
 
-    with monkeypatch.context() as patch:
-        patch.setattr(server, "wall_clock", lambda: wall_clock() + 3600)
+    with patch.object(server, "wall_clock", lambda: wall_clock() + 3600):
         told = examined(*bundle)
     assert told["clock"]["state"] == "slow"
     assert "that of the hub is 3600 s ahead of the one here" in told["clock"]["found"]
@@ -240,8 +231,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert told["reachability"]["state"] == "slow"
     assert f"127.0.0.1:{closed}: connection refused" in told["reachability"]["found"]
     assert told["disk"]["state"] == "ok"
-    with monkeypatch.context() as patch:
-        patch.setattr(BlobStore, "free", 99)
+    with patch.object(BlobStore, "free", 99):
         told = examined(*bundle)
     assert told["disk"]["state"] == "slow"
     # Two fragments with payloads of 16 bytes, of 50 rounds, and a state.

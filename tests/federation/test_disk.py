@@ -7,15 +7,13 @@ import re
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -26,9 +24,10 @@ from lightning_sdiloco.federation.keys import UNBOUND, Identity, add_keys, finge
 from lightning_sdiloco.federation.server import Hub
 from lightning_sdiloco.federation.store import BlobStore, LedgerError, SQLiteLedger
 from lightning_sdiloco.federation.wire import CHUNK, Altered, Missing, NoSpace
-from lightning_sdiloco.tools.cli import main
 from tests.federation.s3 import s3_at
 from tests.federation.scripted import RUN
+from tests.scripts import run_python
+from tests.tools.command import not_refused_with, told
 
 
 def filled(path: Path, records: int) -> SQLiteLedger:
@@ -126,7 +125,7 @@ def test_a_blob_comes_back_under_its_digest_until_it_is_dropped(store: BlobStore
             store.get(key)
 
 
-def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path) -> None:
     store, blob = BlobStore(tmp_path), os.urandom(40 * CHUNK + 11)
     upload = store.begin(key_of(blob), len(blob))
     for start in (2 * CHUNK, 0):
@@ -164,11 +163,10 @@ def test_nobody_sees_a_blob_before_it_is_whole_and_right(tmp_path: Path, monkeyp
     # A full disk refuses a blob, and keeps the others.
     blobs = os.listdir(tmp_path / "blobs")
     full = OSError(errno.ENOSPC, "No space left")
-    for module, function, told in ((os, "pwrite", full), (os, "fsync", full), (shutil, "disk_usage", 3 * CHUNK - 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, function, Mock(side_effect=[told] if told is full else [SimpleNamespace(free=told)]))
-            with pytest.raises(NoSpace):
-                store.put(bytes(3 * CHUNK))
+    left = SimpleNamespace(free=3 * CHUNK - 1)
+    for module, function, answer in ((os, "pwrite", full), (os, "fsync", full), (shutil, "disk_usage", left)):
+        with patch.object(module, function, Mock(side_effect=[answer])), pytest.raises(NoSpace):
+            store.put(bytes(3 * CHUNK))
         assert (os.listdir(tmp_path / "incomplete"), os.listdir(tmp_path / "blobs")) == ([], blobs)
     # A bit that flips on the disk later is seen.
     key = store.put(bytes(3 * CHUNK))
@@ -197,12 +195,11 @@ def test_a_bundle_says_who_its_holder_is_and_only_its_owner_can_read_it(keys: Pa
         load(copy)
 
 
-def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     folder, empty = str(tmp_path / "keys"), str(tmp_path / "empty")
-    main(["keys", "init", folder])
-    main(["keys", "add", folder, "site-a", "site-b"])
-    main(["keys", "add", folder, "boss", "--role", "operator"])
-    assert "site-b.bundle: for site site-b" in capsys.readouterr().out
+    told("keys", "init", folder)
+    assert "site-b.bundle: for site site-b" in told("keys", "add", folder, "site-a", "site-b")
+    told("keys", "add", folder, "boss", "--role", "operator")
     # A hub that has its bundle alone cannot bind the others to a run.
     with pytest.raises(ValueError, match="Start the hub with the folder of keys"):
         load(Path(folder) / "hub.bundle").bound(RUN)
@@ -212,9 +209,9 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path, capsys: p
     load(folder, "site-b").bound("llm-7b")
     with pytest.raises(ValueError, match="for run 'llm-7b', and not for run='other'"):
         load(folder, "hub").bound("other")
-    main(["keys", "add", folder, "site-c"])
+    told("keys", "add", folder, "site-c")
     assert load(folder, "site-c").identity.run == "llm-7b"
-    main(["keys", "revoke", folder, "site-c"])
+    told("keys", "revoke", folder, "site-c")
     assert len(load(folder, "hub").revoked()) == 1
     # A holder may get new keys before the old ones are taken back; an old one that leaked goes too.
     old, new = load(folder, "site-a").certificate, load(add_keys(folder, "site-a")).certificate
@@ -223,7 +220,7 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path, capsys: p
     assert not (Path(folder) / "site-a.bundle").exists()
     newest = load(add_keys(folder, "site-a")).certificate
     assert revoke_keys(folder, "site-a") == [fingerprint(newest)]
-    for arguments, told in (
+    cases = [
         (["init", str(keys)], "has keys already"),
         (["init", empty, "--run", "a/b"], "run='a/b' cannot be a name"),
         (["add", empty, "site"], "has no keys yet"),
@@ -233,36 +230,28 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path, capsys: p
         (["add", str(keys)], "names"),
         (["revoke", str(keys), "nobody"], "has made no keys for 'nobody'"),
         (["revoke", folder, "site-a"], "could be revoked"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main(["keys", *arguments])
-        assert ended.value.code == 2
-        assert told in capsys.readouterr().err
+    ]
+    assert not_refused_with("keys", cases) == {}
 
 
 def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(keys: Path, tmp_path: Path) -> None:
     half = tmp_path / "half.bundle"
     half.write_bytes((keys / "site-a.bundle").read_bytes()[:700])
     half.chmod(0o600)
-    neither = "either keys or insecure=True"
+    others, neither = init_keys(tmp_path / "other", "other-run"), "either keys or insecure=True"
     refused: tuple[tuple[Any, str, dict[str, Any], str], ...] = (
         (HubClient, "site-a", {}, neither),
         (HubClient, "site-a", {"keys": keys, "insecure": True}, neither),
         (HubClient, "site-a", {"keys": keys / "site-b.bundle"}, "those of site 'site-b', and not of 'site-a'"),
-        (
-            HubClient,
-            "hub",
-            {"keys": init_keys(tmp_path / "other", "other-run")},
-            "for run 'other-run', and not for run=",
-        ),
+        (HubClient, "hub", {"keys": others}, "for run 'other-run', and not for run="),
         (HubClient, "late", {"keys": add_keys(keys, "late", days=-1)}, "expired on"),
         (HubClient, "site-a", {"keys": half}, "is no bundle"),
         (HubClient, "site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),
         (Hub, "", {}, neither),
         (Hub, "", {"keys": keys / "site-a.bundle"}, "those of site 'site-a', and a hub needs its own"),
     )
-    for kind, name, options, told in refused:
-        with pytest.raises(ValueError, match=told):
+    for kind, name, options, words in refused:
+        with pytest.raises(ValueError, match=words):
             kind(*(("127.0.0.1:1", RUN, name) if kind is HubClient else (None, None, RUN)), **options)
 
 
@@ -285,6 +274,6 @@ for make, arguments, insecure in (
 
 
 def test_without_the_extra_all_can_be_imported_and_says_what_to_install(tmp_path: Path) -> None:
-    told = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=100, cwd=tmp_path)
-    said = r"needs (\w+), which is not installed.* pip install 'lightning-sdiloco\[federated\]'"
-    assert re.findall(said, told.stdout) == ["grpcio", "grpcio", "cryptography"], told.stderr
+    said = run_python("-c", WITHOUT, folder=tmp_path, seconds=100)
+    words = r"needs (\w+), which is not installed.* pip install 'lightning-sdiloco\[federated\]'"
+    assert re.findall(words, said) == ["grpcio", "grpcio", "cryptography"], said

@@ -1,17 +1,19 @@
 """A hub with its rules and scripted sites over gRPC: founding, deaths, returns, refusals, a full disk, and memory."""
 
-import ast
 import gc
 import json
 import os
-import socket
+import random
+import shutil
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -22,21 +24,14 @@ from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import OpenRound
 from lightning_sdiloco.federation.memory import InProcessHub
-from lightning_sdiloco.federation.messages import (
-    Contribution,
-    Lost,
-    Payload,
-    Record,
-    Recorded,
-)
+from lightning_sdiloco.federation.messages import Contribution, Lost, Payload, Record, Recorded
 from lightning_sdiloco.federation.remote import HubConnection
-from lightning_sdiloco.federation.wire import CHUNK, HubUnreachable
+from lightning_sdiloco.federation.wire import CHUNK, HubError, HubUnreachable, NoSpace, pack
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
 from tests.federation.scripted import RUN, run_config
 from tests.small_disk import fill, small_disk
-from tests.test_rules import nodes_of, of_rooms
-
-pytestmark = pytest.mark.timeout(120)
+from tests.test_rules import of_rooms, words_of
+from tests.tools.command import told
 
 
 def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
@@ -57,7 +52,6 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
     assert not world.status()["founded"]
     world.join("b")
     world.rounds(4)
-    require_agreement(world.sites.values())
     assert not any(site.states for site in world.sites.values())
     # Its connection tells of its death, so nobody waits even for the grace.
     world.kill("b")
@@ -81,7 +75,6 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
     assert all(own <= now <= own + 1 for own, now in zip(before, rounds(), strict=True))
     world.more(2)
     assert [site.welcomes for site in world.sites.values()] == [2, 3]
-    require_agreement(world.sites.values())
     # An operator throws one out. It stays out, also at a hub that was started again, and comes as a new incarnation.
     evicted = world.sites.pop("c")
     with pytest.raises(Refused, match="there is no site 'd' here"):
@@ -97,7 +90,6 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
     again.close()
     world.join("c", seed=3)
     world.more(1)
-    require_agreement(world.sites.values())
     # All die with the hub, and a run that is rolled back is there for who comes.
     before = rounds()
     for name in "ac":
@@ -115,17 +107,14 @@ def test_a_run_is_founded_and_goes_on_through_deaths_evictions_and_a_rollback(
     world.rounds(4)
 
 
-def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world.start(sites=1)
-    world.join("a")
-    world.rounds(1)
+@patch("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
+def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) -> None:
+    world.found("a", rounds=1)
     stranger, other, posing = world.client("b"), world.sites["a"].follower, world.client("c")
-    hello, heartbeat = (json.loads(said.to_bytes()) for said in (other.hello(RUN), other.heartbeat()))
+    hello, beats = json.loads(other.hello(RUN).to_bytes()), {"heartbeat": json.loads(other.heartbeat().to_bytes())}
     own = json.loads(Follower(TERMS, run_config(TERMS).key, "c", posing.incarnation).hello(RUN).to_bytes())
     sent = Contribution(0, 1, "a", other.incarnation, run_config(TERMS).key, 4, 1, (Payload(key_of(b"bytes"), 5),))
-    for say, told in (
+    for say, words in (
         (lambda: stranger.send(b"bytes", {"kind": "payload"}), "has not said hello"),
         (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
         (lambda: stranger.send(b"{}", {"kind": "run_config"}), "runconfig lacks"),
@@ -137,15 +126,12 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
         # Nor what another one says: its hello, its heartbeat, its contribution.
         (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks for itself"),
         (lambda: posing.call("hello", {"hello": hello}), "site 'c' speaks for itself"),
-        (
-            lambda: list(posing.events(lambda: {"hello": own}, lambda: {"heartbeat": heartbeat})),
-            "site 'c' speaks for itself",
-        ),
+        (lambda: list(posing.events(lambda: {"hello": own}, lambda: beats)), "site 'c' speaks for itself"),
         (lambda: posing.call("contribute", {}, sent.to_bytes()), "site 'c' speaks for itself"),
     ):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=words):
             say()
-    for changed, told in (
+    for changed, words in (
         ({"compression": "'fp4'"}, "settings.compression is 'fp4' here and 'none' there"),
         ({"seed": "3"}, "settings.seed is 3 here and missing there"),
     ):
@@ -155,11 +141,10 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(
         # One that says hello all the same.
         connection.hello(Follower(TERMS, run_config(TERMS, **changed).key, "b", connection.incarnation))
         assert connection.wait(20)
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=words):
             connection.events()
         connection.close()
     # A name in use: it waits for as long as a process that died could be in its way.
-    monkeypatch.setattr("lightning_sdiloco.federation.remote._LONGEST_LEASE", 0.2)
     second = world.connect("a")
     with pytest.raises(Refused, match="in use by a living process"):
         second.agree(run_config(TERMS))
@@ -174,9 +159,7 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
 ) -> None:
     with small_disk(tmp_path / "disk", 4) as disk:
         world = World(disk, keys)
-        world.start(sites=2)
-        world.join("a", "b")
-        world.rounds(2)
+        world.found("a", "b", rounds=2)
         filler = fill(disk)
         world.run(lambda: any("no space left" in told for site in world.sites.values() for told in site.told))
         assert "no space left" in caplog.text
@@ -185,12 +168,131 @@ def test_a_full_disk_is_told_nothing_is_lost_and_the_run_goes_on_with_room(
         assert records >= 4
         filler.unlink()
         world.more(2)
-        require_agreement(world.sites.values())
         world.service.close()
         status = world.start().coordinator.status()
         assert status["records"] > records
         assert [own["round"] for own in status["fragments"]] >= [4, 4]
         world.close()
+
+
+def test_what_is_announced_takes_no_room_and_no_more_than_the_run_can_need(world: World) -> None:
+    world.start(1)
+    site, spool = world.client("a"), world.folder / "hub.store" / "incomplete"
+
+    def announced(kind: str, size: int) -> None:
+        header = site._header({"kind": kind}) | {"key": key_of(str(size).encode()), "size": size, "start": 0}
+        site._method("stream_unary", "put")(iter([pack(header)]), timeout=5)
+
+    for size in range(60 << 20, (60 << 20) + 18):
+        announced("run_config", size)
+    assert len(os.listdir(spool)) == 18
+    assert sum(path.stat().st_blocks for path in spool.iterdir()) == 0
+    member: Any = world.join("a")
+    world.rounds(1)
+    for kind in ("payload", "state"):
+        with pytest.raises(Refused, match=f"a {kind} of .* bytes is too large for this run"):
+            member.connection._client.send(bytes((1 << 20) + CHUNK), {"kind": kind})
+    assert world.folder.joinpath("hub.store").stat().st_mode & 0o077 == 0
+
+
+def test_calls_that_are_replayed_change_nothing_and_a_quorum_that_comes_back_closes_rounds_again(world: World) -> None:
+    world.terms = replace(TERMS, quorum=2)
+    world.found("a", "b")
+    said: list[tuple[HubClient, str, Any, bytes]] = []
+
+    def noted(client: HubClient, call: Any, name: str, about: Any = None, body: bytes = b"") -> Any:
+        said.append((client, name, about, body))
+        return call(name, about, body)
+
+    for site in world.sites.values():
+        client: Any = site.connection._client
+        client.call = partial(noted, client, client.call)
+    world.rounds(4)
+    records, chance = world.status()["records"], random.Random(0)
+    for client, name, about, body in chance.sample(said, len(said)):
+        if name != "leave":
+            with suppress(HubError, Refused):
+                HubClient.call(client, name, about, body)
+    world.more(2)
+    closed = [Record.from_bytes(text) for _, text in world.service.ledger.read()]
+    assert len(closed) > records
+    possible = {site.samples * steps for site in world.sites.values() for steps in range(1, 40)}
+    assert {own.weight for record in closed for own in record.counted} <= possible
+    world.kill("b")
+    # What is open closes; then nothing does, and the one that is left trains on.
+    end = time.monotonic() + 2 * TERMS.lease
+    while time.monotonic() < end:
+        world.sites["a"].step()
+        time.sleep(0.005)
+    rounds = list(world.sites["a"].rounds)
+    for _ in range(100):
+        world.sites["a"].step()
+    assert world.sites["a"].rounds == rounds
+    world.join("b")
+    world.more(2)
+
+
+# A hub whose disk is lost: a copy was made while the run went on, and the run goes on from it
+
+
+def test_a_run_goes_on_from_a_copy_of_its_hub_which_copies_by_itself_too_and_says_when_it_cannot(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, copy, later = (tmp_path / name for name in ("first", "copy", "later"))
+    first.mkdir()
+    world.found("a", "b", "c", rounds=3, ledger=first / "hub.sqlite", backups=copy)
+    assert f"records are in {copy}, at the hub" in told("hub", "backup", *world.asked("boss"))
+    world.more(1)
+    # Later ones take the place of earlier ones, and hold nothing that is of no use.
+    told("hub", "backup", *world.asked("boss"))
+    stored = [{path.name for path in (folder / "hub.store/blobs").iterdir()} for folder in (first, copy)]
+    assert stored[1] <= stored[0]
+    assert sorted(path.name for path in copy.iterdir()) == ["hub.sqlite", "hub.store"]
+    assert copy.stat().st_mode & 0o077 == 0
+    # All is lost but the copy.
+    for name in ("a", "b", "c"):
+        world.kill(name)
+    world.service.close()
+    shutil.rmtree(first)
+    world.start(ledger=copy / "hub.sqlite", backups=copy, backups_every=0.2)
+    records = world.status()["records"]
+    assert records >= 6
+    world.join("a", "b", seed=7)
+    world.run(lambda: world.status()["records"] > records + 4)
+    require_agreement(world.sites.values())
+    # A hub copies by itself.
+    world.service.close()
+    world.start(ledger=copy / "hub.sqlite", backups=later, backups_every=0.3)
+    until(lambda: (later / "hub.sqlite").exists())
+    before = (later / "hub.sqlite").read_bytes()
+    no_space = Mock(side_effect=NoSpace("there is no space left on the disk for copies"))
+    with patch.object(world.service.ledger, "back_up", no_space):
+        until(lambda: "could not be copied: there is no space left" in caplog.text)
+    world.more(1)
+    assert (later / "hub.sqlite").read_bytes()[:16] == before[:16] == b"SQLite format 3\0"
+
+
+def test_a_run_whose_ledger_is_lost_is_founded_again_from_what_its_sites_hold(world: World, tmp_path: Path) -> None:
+    again = tmp_path / "again.sqlite"
+    world.found("a", "b", "c", rounds=4)
+    # One has landed a round of which the others know nothing any more.
+    world.sites["c"].step()
+    before = {name: list(site.rounds) for name, site in world.sites.items()}
+    world.service.close()
+    (tmp_path / "hub.sqlite").unlink()
+    shutil.rmtree(tmp_path / "hub.store")
+    world.start(3, again, refound=True)
+    world.run(lambda: world.status()["founded"])
+    world.more(3)
+    for name, site in world.sites.items():
+        assert all(now > then for now, then in zip(site.rounds, before[name], strict=True))
+    # It goes on after a restart too, gives a joiner a state, and is not founded once more.
+    world.service.close()
+    with pytest.raises(ValueError, match="start the hub without --refound"):
+        world.start(3, again, refound=True)
+    world.start(ledger=again)
+    world.join("site-a", seed=5)
+    world.more(2)
 
 
 # What a site that comes or returns waits for
@@ -215,10 +317,7 @@ class Chain:
 
 def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_there_are(world: World) -> None:
     world.terms = replace(TERMS, fragments=16, sync_every=16, overlap_steps=1, lease=30.0)
-    world.start(sites=1)
-    donor = world.join("a")
-    world.rounds(3)
-    joiner = world.join("b", seed=3)
+    donor, joiner = world.found("a", rounds=3), world.join("b", seed=3)
     chain = Chain(donor.connection, joiner.connection)
     until(lambda: (donor.hear(), joiner.is_up_to_date())[1])
     assert joiner.states == ["a"]
@@ -236,13 +335,10 @@ def test_who_comes_or_returns_waits_for_few_round_trips_however_many_fragments_t
     assert chain.length <= 4
 
 
-def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@patch("lightning_sdiloco.federation.remote._UNREAD", 2)
+def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_reads_what_was_told(world: World) -> None:
     world.terms = replace(TERMS, grace=0.3)
-    world.start(sites=2)
-    world.join("a", "b")
-    world.rounds(1)
+    world.found("a", "b", rounds=1)
     quiet, failed = world.sites["b"], list[str]()
     get = quiet.connection._client.get_small
 
@@ -256,7 +352,6 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     world.run(lambda: failed)
     world.more(1)
     assert quiet.welcomes == 1
-    monkeypatch.setattr("lightning_sdiloco.federation.remote._UNREAD", 2)
     del world.sites["b"]
     world.more(2)
     unread = quiet.connection._told
@@ -277,13 +372,9 @@ def test_a_round_costs_each_site_one_stream_however_many_sites_there_are(world: 
     assert len(streams) <= 4 * records
 
 
-def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_sdiloco.federation.ledger.SNAPSHOT_EVERY", 4)
-    world.start(sites=1)
-    site, given = world.join("a"), list[Any]()
-    world.rounds(2)
+@patch("lightning_sdiloco.federation.ledger.SNAPSHOT_EVERY", 4)
+def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_before(world: World) -> None:
+    site, given = world.found("a", rounds=2), list[Any]()
     give, site.connection.give = site.connection.give, lambda *state: given.append(state)
     world.run(lambda: given)
     world.more(12)
@@ -362,12 +453,9 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     # Each rank knows what its own link carried; what was there already tells nothing.
     rates = [one.sends_bytes_per_s for one in (first, *others)]
     assert min(rates[:2]) > 0 == rates[2]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-    lost = HubConnection(HubClient(f"127.0.0.1:{port}", RUN, "a", keys))
-    world.open.append(lost)
+    world.service.close()
     with pytest.raises(ExchangeError, match="Every rank of a site speaks with the hub itself"):
-        lost.reach(seconds=0.0)
+        world.connect("a").reach(seconds=0.0)
 
 
 # What a hub needs
@@ -376,13 +464,8 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
 def test_nothing_that_decides_knows_the_clock_that_can_be_set() -> None:
     # Certificates are valid from one date to another; all else goes by clocks that nobody sets.
     walls = {"time.time", "time.time_ns", "time.localtime", "datetime.datetime.now", "datetime.now", "datetime.utcnow"}
-    users = {
-        module
-        for module in of_rooms("comm", "federation")
-        for node in nodes_of(module)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in walls
-    }
-    assert users == {"lightning_sdiloco.federation.keys"}
+    users = [module for module in of_rooms("comm", "federation") if words_of(module) & walls]
+    assert users == ["lightning_sdiloco.federation.keys"]
 
 
 def test_the_memory_of_a_hub_is_bounded_by_chunks_and_connections(tmp_path: Path, keys: Path) -> None:

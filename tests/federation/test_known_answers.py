@@ -18,6 +18,7 @@ from lightning_sdiloco.federation.messages import (
     Contribution,
     Heartbeat,
     Hello,
+    LeftOut,
     Payload,
     Position,
     Record,
@@ -92,9 +93,8 @@ def ledger(sites: str, quorum: Any = None, **changes: Any) -> Ledger:
 
 def offer(made: Ledger, *contributions: Contribution, now: float = 1.0) -> list[Answer]:
     """Offers contributions that rest on what is closed."""
-    return [
-        made.contribute(replace(each, previous=made.closed[0].key), each.incarnation, now) for each in contributions
-    ]
+    previous = made.closed[0].key
+    return [made.contribute(replace(each, previous=previous), each.incarnation, now) for each in contributions]
 
 
 def close(made: Ledger, now: float = 1.0) -> list[str]:
@@ -115,13 +115,8 @@ NOT_FINITE = {"finite": False}
         (All(1), "ab", ((1.0, own("b")),), 3.0, ["b"]),  # until the grace is over,
         (All(1), "ab", ((1.0, own("b")), (2.0, own("a"))), 2.0, ["ab"]),  # and counts by its name
         (All(2), "ab", ((1.0, own("a")),), 9.0, []),
-        (
-            All(2),
-            "ab",
-            ((1.0, own("a")), (9.0, own("b", **NOT_FINITE))),
-            9.0,
-            ["a"],
-        ),  # it makes the quorum all the same
+        # It makes the quorum all the same.
+        (All(2), "ab", ((1.0, own("a")), (9.0, own("b", **NOT_FINITE))), 9.0, ["a"]),
         (Core(["a", "b"]), "abc", ((1.0, own("a")), (1.0, own("b"))), 1.0, ["ab"]),
         (DynamicBackup(0.75), "abcd", ((1.0, own("a")), (1.0, own("b"))), 9.0, []),
         (DynamicBackup(0.75), "abcd", ((1.0, own("a")), (1.0, own("b")), (9.0, own("c"))), 9.0, ["abc"]),
@@ -261,6 +256,44 @@ def test_a_round_is_the_last_where_it_is_to_be_and_all_that_may_count_in_it_is_e
         assert made.calls() == ([Call(0, 2, final=True)] if ends and not final else [])
 
 
+def long(site: str, norm: float, **changes: object) -> object:
+    return replace(own(site), norm_squared=norm**2, steps=8, **changes)
+
+
+def test_who_is_too_long_beside_the_others_or_its_own_past_is_left_out_also_by_a_hub_that_starts_again() -> None:
+    made = ledger("abc")
+    # In a first round by the others alone.
+    offer(made, long("a", 1.0), long("b", 50.0), long("c", 2.0))
+    (record,) = made.due(1.0)
+    assert record.left_out == (LeftOut("b", "too long", 25.0),)
+    records = [record]
+    made.append(record)
+    for _ in range(4):
+        offer(made, *(replace(long(site, 1.0), round=made.closed[0].round + 1) for site in "ac"))
+        records += made.due(9.0)
+        made.append(records[-1])
+    again = Ledger(TERMS, RUN_CONFIG, 0.0, records)
+    for one in (made, again):
+        come(one, "ac")
+        # Of two by their own past; of one alone nothing is known.
+        offer(one, *(replace(long(site, norm), round=6) for site, norm in (("a", 1.0), ("c", 11.0))))
+        assert close(one, 9.0) == ["a"]
+        offer(one, replace(long("c", 11.0), round=7))
+        assert close(one, 9.0) == ["c"]
+
+
+def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_nobody_is_left_out() -> None:
+    for guard, norms, steps, counted in (
+        (10.0, (1.0, 40.0, 1.0), 80, "abc"),
+        (10.0, (1.0, 40.0, 1.0), 8, "ac"),
+        (None, (1.0, 40.0, 1.0), 8, "abc"),
+        (10.0, (1.0, 0.0, 0.0), 8, "abc"),
+    ):
+        made = ledger("abc", guard=guard)
+        offer(made, *(replace(long(s, n), steps=steps if s == "b" else 8) for s, n in zip("abc", norms, strict=True)))
+        assert close(made) == [counted]
+
+
 def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:
     run_config = run_config_of(1)
     founding, first = Founding(2), Hello("run", "b", incarnation(), run_config.key, ())
@@ -269,9 +302,8 @@ def test_a_run_is_founded_once_by_sites_with_one_run_config() -> None:
         founding.hello(replace(first, site="a"), replace(run_config, settings={"mixing": "0.6"}))
     assert (founding.missing, founding.founder) == (1, "b")
     founding.hello(replace(first, site="a"), run_config)
-    assert (founding.missing, founding.founder, founding.run_config) == (0, "b", run_config), (
-        "who comes later founds nothing"
-    )
+    # Who comes later founds nothing.
+    assert (founding.missing, founding.founder, founding.run_config) == (0, "b", run_config)
     founding.gone("b")
     assert (founding.missing, founding.founder) == (1, "a")
 
@@ -301,9 +333,8 @@ def test_dynamic_backup_leaves_out_who_is_later_than_the_round_over_the_others()
     assert DynamicBackup(0.75).awaited(past, "abcd") == ["a", "b", "c"]
     assert [DynamicBackup(0.5).fewest(sites) for sites in (1, 2, 3, 8)] == [1, 1, 2, 4]
     assert DynamicBackup(0.1).fewest(30) == 3
-    rarely = [
-        replace(one, timings=one.timings[:2]) if one.round % 3 == 0 else one for one in history(a=0.0, b=0.0, c=0.0)
-    ]
+    rarely = history(a=0.0, b=0.0, c=0.0)
+    rarely = [replace(one, timings=one.timings[:2]) if one.round % 3 == 0 else one for one in rarely]
     late = {"a": 0.0, "b": 0.0, "c": 20.0}
     for why, known, sites, awaited in (
         ("a stall now and then leaves nobody out", rarely, "abc", "abc"),
@@ -382,12 +413,8 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
     for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "no Quorum")):
         with pytest.raises(ValueError, match=words):
             imported(path)
-    core = Core(["a", "b"])
-    for own, quorum, made in (
-        (careful, BACKUP, DynamicBackup()),
-        (allowed, BACKUP, DynamicBackup()),
-        (allowed, CORE, core),
-    ):
+    backup, core = DynamicBackup(), Core(["a", "b"])
+    for own, quorum, made in ((careful, BACKUP, backup), (allowed, BACKUP, backup), (allowed, CORE, core)):
         assert own.agree("a", run_config_of(quorum)) == run_config_of(quorum)
         hub.journal.note({"run_config": run_config_of(quorum).to_bytes()})
         assert Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum == made

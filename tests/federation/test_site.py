@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups
+from lightning_sdiloco import Federation, OuterOptimizer
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Recorded
+from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
 from lightning_sdiloco.federation.wire import NoSpace
+from tests.engine.groups import Groups
 from tests.federation.sites import (
     STEP,
     Site,
@@ -28,32 +31,27 @@ from tests.federation.sites import (
     at_once,
     equal,
     founded,
+    restarted,
     topologies,
     train,
     train_ranked,
     whole,
 )
 from tests.methods import DelayedNesterov
-from tests.training import inner_optimizer, mlp, train_step
+from tests.training import batch, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
+GUARDED = {**CHOICES, "fragments": [["0.*", "2.*"], ["4.*", "6.*"]]}
 ONE_FRAGMENT = {**CHOICES, "fragments": [["*"]], "grace": 1000.0}
 KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
 
 
 def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
     """The outer parameters, and the local ones of the first group, after 45 steps."""
-    models = [mlp() for _ in range(groups)]
-    optimizers = [inner_optimizer("adamw", model) for model in models]
-    engine = SimulatedGroups(
-        models, [[own] for own in optimizers], fragments="strided:1", exchange="gather", **CHOICES, **choices
-    )
-    for step in range(1, 46):
-        for group, model in enumerate(models):
-            train_step(model, optimizers[group], group, step)
-        engine.step()
-    local = nn.utils.parameters_to_vector(models[0].parameters()).detach()
-    return [*(own.outer.values for own in engine.engines[0].rounds.fragments), local]
+    own = Groups(groups, net=lambda _: mlp(), fragments="strided:1", exchange="gather", **CHOICES, **choices)
+    own.until(45)
+    local = nn.utils.parameters_to_vector(own.models[0].parameters()).detach()
+    return [*(fragment.outer.values for fragment in own.engines[0].rounds.fragments), local]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +267,7 @@ def test_what_a_new_incarnation_trains_while_the_round_is_open_counts_with_its_n
     assert run.lost[0, 0] == 1
 
 
-def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_a_site_begin_again_together() -> None:
     hub = VirtualHub(2)
 
     def started(seed: int) -> list[Site]:
@@ -293,9 +291,8 @@ def test_all_ranks_of_a_site_begin_again_together(monkeypatch: pytest.MonkeyPatc
     hear(site)
     alone(site, 6)
     states = at_once(lambda rank: rank.state(), site)
-    with monkeypatch.context() as patch:
-        # It would close the round at once where the first rank is the last to speak.
-        patch.setattr(hub.coordinator, "tick", lambda: None)
+    # It would close the round at once where the first rank is the last to speak.
+    with patch.object(hub.coordinator, "tick"):
         alone(site, 3)
         site[0].die()
     again = started(5)
@@ -359,8 +356,7 @@ def slow(site: Site, waits: int) -> Site:
 def test_who_returns_with_a_flight_trains_once_what_closed_meanwhile_is_here() -> None:
     """Cut off before, it would train on alone, and drop all that where its earlier incarnation counts."""
     choices = {**ONE_FRAGMENT, "grace": 1.0}
-    sites = founded(2, **choices)
-    train(sites, 9)
+    sites = founded(2, steps=9, **choices)
     state = sites[0].state()
     train(sites, 9)
     sites[0].die()
@@ -388,9 +384,7 @@ def test_training_waits_for_the_grace_and_a_second_and_not_a_moment_longer() -> 
     assert max(waited) == pytest.approx(1.03 + 1.0)
 
 
-def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(caplog: pytest.LogCaptureFixture) -> None:
     hub = VirtualHub(2)
     first = Site(hub, 0, **CHOICES)
     for _ in range(3):
@@ -411,16 +405,119 @@ def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(
     assert "trains on without it" in gone
     assert back == "The hub is back: site s0 sends what it has trained."
     caplog.clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full")))
+    with patch.object(hub.journal, "append", Mock(side_effect=NoSpace("the disk is full"))):
         train([first, other], 12)
     train([first, other], 8)
     assert caplog.messages[0] == "the disk is full"
-    assert sorted(caplog.messages[1:3]) == [
-        f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)
-    ]
+    trains_on = [f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)]
+    assert sorted(caplog.messages[1:3]) == trains_on
     assert caplog.messages[3] == "what kept rounds from closing is over: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
+
+
+# A hub that knows less than its sites: they train on for their patience
+
+
+def earlier(hub: VirtualHub, records: int) -> SQLiteLedger:
+    """The ledger as it was after so many records."""
+    ledger = SQLiteLedger(MEMORY)
+    ledger.note(hub.journal.notes())
+    for seq, record in list(hub.journal.read())[:records]:
+        ledger.append(seq, record)
+    return ledger
+
+
+def test_sites_train_on_beside_a_hub_that_knows_less_and_count_it_all_when_its_ledger_is_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sites = founded(2, steps=40, **CHOICES)
+    hub = sites[0].hub
+    whole, before = hub.journal, sites[0].local().clone()
+    restarted(sites, earlier(hub, 6))
+    train(sites, 20)
+    assert not torch.equal(sites[0].local(), before)
+    said = [text for text in caplog.messages if "The site trains on without that hub" in text]
+    assert len(said) == 2, said
+    restarted(sites, whole)
+    train(sites, 30)
+    assert agree(sites)
+    weights = [sum(one.weight for record in hub.records(0) if (one := record.of(f"s{i}"))) for i in (0, 1)]
+    first = [site.fragments[0] for site in sites]
+    held = [own.samples + (own.flight.own.weight if own.flight else 0) for own in first]
+    assert [a + b for a, b in zip(weights, held, strict=True)] == [90, 90]
+
+    sites[0].world.follower._patience = 1.0
+    restarted(sites, earlier(hub, 6))
+    train(sites, 1)
+    hub.passes(1.5)
+    sites[0].mended()
+    with pytest.raises(ExchangeError, match=r"patience=1 s.*The hub knows 2 rounds"):
+        train(sites, 1)
+
+
+def test_sites_that_have_more_than_a_run_that_was_rolled_back_end_at_once() -> None:
+    sites = founded(2, steps=40, **CHOICES)
+    sites[0].hub.coordinator._roll_back(0)
+    restarted(sites)
+    with pytest.raises(AgreementError, match="After `sdiloco hub rollback`"):
+        train(sites, 1)
+
+
+# The guard: a site whose values are finite and wrong does not ruin the others, and is told so
+
+
+@torch.no_grad()
+def become_a_constant(site: Site) -> None:
+    for parameter in site.model.parameters():
+        parameter.fill_(30.0)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(seed: int, faulty: bool) -> float:
+        sites = founded(count, **GUARDED)
+        for site in sites:
+            site.index += 10 * seed
+        train(sites, 100)
+        if faulty:
+            become_a_constant(sites[-1])
+        train(sites, 100)
+        assert agree(sites)
+        out = [own for record in sites[0].hub.records() for own in record.left_out]
+        assert {own.site for own in out} == ({f"s{count - 1}"} if faulty else set())
+        return fmean(float(nn.functional.mse_loss(sites[0].model(x), y)) for x, y in map(partial(batch, 9), range(50)))
+
+    sound = [loss(seed, faulty=False) for seed in range(5)]
+    assert "was left out" not in caplog.text
+    assert loss(0, faulty=True) == pytest.approx(fmean(sound), abs=3 * stdev(sound))
+    assert f"What this site contributed to round {100 // 8 + 1} of fragment 0 was left out" in caplog.text
+
+
+def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
+    sites = founded(3, steps=20, **GUARDED)
+
+    def goes_on() -> None:
+        for _ in range(40):
+            become_a_constant(sites[2])
+            train(sites, 1)
+
+    with pytest.raises(AgreementError, match="was left out 3 times in a row"):
+        goes_on()
+    others = sites[:2]
+    sites[2].die()
+    train(others, 20)
+    assert agree(others)
+    assert torch.cat(others[0].outer()).abs().max() < 5
+
+
+def test_a_federation_without_the_guard_has_the_bits_of_one_that_leaves_out_nobody() -> None:
+    outer = list[list[Tensor]]()
+    for guard in (None, "auto"):
+        sites = founded(2, steps=40, **GUARDED, outer_optimizer=OuterOptimizer(outlier_guard=guard))
+        outer.append(sites[0].outer())
+    assert equal(*outer)
 
 
 # Sites of several ranks
@@ -581,21 +678,45 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
 
 
 def test_a_run_that_ends_by_its_run_config_sends_its_last_round_alone_in_float32() -> None:
-    sites = founded(2, rounds=2, **CHOICES)
-    train(sites, 15)
+    sites = founded(2, steps=15, rounds=2, **CHOICES)
     over(sites, [[ROUNDED, LAST]] * 4)
 
 
+def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> None:
+    choices = {**CHOICES, "fragments": [["*"]]}
+    sites = founded(2, steps=23, **choices, rounds=3)
+    hub = sites[0].hub
+    # One has launched for what was to be the last round.
+    sites[0].train()
+    assert sites[0].fragments[0].flight.own.exact
+    hub.coordinator.amend({"rounds": 5, "grace": 2.5})
+    sites[1].train()
+    assert not sites[1].fragments[0].flight.own.exact
+    train(sites, 2)
+    assert [record.final for record in hub.records()] == [False] * 3
+    restarted(sites)
+    # With the terms that the run was founded on, or those of now.
+    for rounds in (3, 5):
+        sites[1].die()
+        sites[1] = Site(hub, 1, **choices, rounds=rounds)
+        sites[1].engine.join()
+        assert (sites[1].world.follower.terms.rounds, sites[1].world.follower.terms.grace) == (5, 2.5)
+    with pytest.raises(ValueError, match="terms.rounds is 4 here and 3 there"):
+        Site(hub, 1, **choices, rounds=4)
+    train(sites, 40)
+    assert [record.final for record in hub.records()] == [False] * 4 + [True]
+    assert agree(sites)
+    with pytest.raises(Refused, match="the run has ended"):
+        hub.coordinator.amend({"rounds": 9})
+
+
 def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_though_the_hub_dies() -> None:
-    sites = founded(2, **CHOICES)
-    train(sites, 7)
+    sites = founded(2, steps=7, **CHOICES)
     sites[0].train()
     hub = sites[0].hub
     hub.coordinator.end()
     assert list(hub.coordinator.ledger.open) == [0]
-    hub.restart()
-    for site in reversed(sites):
-        site.mended()
+    restarted(sites[::-1])
     sites[1].train()
     over(sites, [[ROUNDED, LAST], [LAST], [LAST], [LAST]])
 
@@ -623,8 +744,7 @@ def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
 
 
 def test_a_checkpoint_of_the_last_launch_holds_the_same_bytes() -> None:
-    sites = founded(2, **CHOICES)
-    train(sites, 3)
+    sites = founded(2, steps=3, **CHOICES)
     sites[0].hub.coordinator.end()
     sites[0].connection.contribute = lambda *sent: None
     sites[0].train()
@@ -660,6 +780,7 @@ def test_what_a_federation_cannot_do_is_refused_by_name() -> None:
 def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lead_to_a_hub(tmp_path: Path) -> None:
     init_keys(tmp_path, "run")
     bundle = add_keys(tmp_path, "b")
+    of_b = {"insecure": False, "keys": bundle, "site": "b"}
     Federation("[::1]:29400", "run", "b", keys=bundle)
     Federation("a.example:29400, b.example:29400", "run", "b", keys=tmp_path)
     for given, told in (
@@ -680,10 +801,7 @@ def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lea
         ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
         ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
         ({"insecure": False, "keys": bundle}, "The keys are those of site 'b', and not of 'a'"),
-        (
-            {"insecure": False, "keys": bundle, "site": "b", "run": "other"},
-            "These keys are for run 'run', and not for run='other'",
-        ),
+        ({**of_b, "run": "other"}, "These keys are for run 'run', and not for run='other'"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             Federation(**{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given})

@@ -1,28 +1,32 @@
-"""The way to a hub: strict messages, strangers who are refused, and lines that break and are found again."""
+"""The way to a hub: strict messages, who is let in and who is refused, and lines that break and are found again."""
 
 import contextlib
 import datetime
 import json
+import logging
 import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_sdiloco.errors import Malformed, Refused
-from lightning_sdiloco.federation import client
+from lightning_sdiloco.federation import client, server
 from lightning_sdiloco.federation import keys as keys_module
 from lightning_sdiloco.federation.client import HubClient, _checked_parts
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.keys import MAY, ROLES, add_keys, host_of, init_keys, load, revoke_keys
 from lightning_sdiloco.federation.messages import Event, Payload
+from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.server import MAX_EVENTS
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import (
@@ -37,11 +41,13 @@ from lightning_sdiloco.federation.wire import (
     HubUnreachable,
     Missing,
     NoSpace,
+    backoff,
     pack,
     unpack,
 )
-from tests.federation.hubs import Line, Served, put, until
+from tests.federation.hubs import Line, Served, make_keys, put, until
 from tests.federation.scripted import RUN
+from tests.federation.test_known_answers import own
 
 
 @given(st.binary(max_size=200))
@@ -57,11 +63,10 @@ def test_a_message_comes_back_and_whatever_is_none_is_refused(garbage: bytes) ->
     for data in (*cut, *(struct.pack(">I", len(text)) + text for text in texts)):
         with pytest.raises(Malformed):
             unpack(data)
-    for header, body in (({"a": float("nan")}, b""), ({"a": object()}, b""), ({"a": "x" * MAX_HEADER}, b"")):
+    no_headers = [{"a": value} for value in (float("nan"), object(), "x" * MAX_HEADER)]
+    for header, body in (*((one, b"") for one in no_headers), ({}, bytes(CHUNK + 1))):
         with pytest.raises(Malformed):
             pack(header, body)
-    with pytest.raises(Malformed):
-        pack({}, bytes(CHUNK + 1))
     assert _checked_parts([[0, 1], [2, 3]], 3)
     for parts in (None, {}, [1], [[0]], [[0, 0]], [[1, 0]], [[0, 4]], [[1, 2], [0, 1]], [[0, True]], [["0", 1]]):
         with pytest.raises(Malformed):
@@ -110,7 +115,7 @@ def claiming(served: Served, **other: str) -> HubClient:
 
 
 def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
-    served: Served, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, keys: Path, tmp_path: Path
 ) -> None:
     import grpc
 
@@ -120,14 +125,9 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
     other = add_keys(tmp_path / "keys", "site-a")
     expired = add_keys(keys, "forgotten", days=-1)
 
-    class Earlier(datetime.datetime):
-        @classmethod
-        def now(cls, tz: Any = None) -> Any:
-            return super().now(tz) - datetime.timedelta(days=2)
-
-    with monkeypatch.context() as patch:
-        # Its own look at the date would refuse it before it comes to the hub.
-        patch.setattr(keys_module.datetime, "datetime", Earlier)
+    earlier = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=2)
+    # Its own look at the date would refuse it before it comes to the hub.
+    with patch.object(keys_module.datetime, "datetime", Mock(now=lambda zone: earlier)):
         late = served.client("forgotten", keys=expired)
     strangers = (without_tls, None), (late, None), (served.client("site-a", keys=tmp_path / "keys"), "same authority")
     for stranger, told in strangers:
@@ -142,16 +142,15 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
         served.client("site-a", port=false.port).send(b"secret")
     site = load(keys, "site-b")
     server = grpc.server(None)
-    port = server.add_secure_port(
-        "127.0.0.1:0", grpc.ssl_server_credentials([(site.key, site.certificate)], site.authority, True)
-    )
+    credentials = grpc.ssl_server_credentials([(site.key, site.certificate)], site.authority, True)
+    port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     with pytest.raises(HubUnreachable):
         served.client("site-a", port=port).call("ping")
     server.stop(None).wait()
 
 
-def test_garbage(served: Served, keys: Path) -> None:
+def test_garbage_is_refused_before_it_takes_memory(served: Served, keys: Path) -> None:
     words = [b"GET / HTTP/1.1\r\nHost: hub\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01", b""]
     for number in range(200):
         with socket.create_connection(("127.0.0.1", served.port), timeout=5) as stranger:
@@ -162,14 +161,13 @@ def test_garbage(served: Served, keys: Path) -> None:
     with channel_to(served.port, own.authority, own.key, own.certificate) as channel:
         for message in (*map(os.urandom, range(50)), *map(pack, headers)):
             assert refusal(lambda message=message: ping(channel, message)) == "INVALID_ARGUMENT"
-        # Refused by its length, before memory is taken.
         assert refusal(lambda: ping(channel, bytes(MAX_MESSAGE + 1))) == "RESOURCE_EXHAUSTED"
         empty = channel.stream_unary("/sdiloco.Hub/put")
         assert refusal(lambda: empty(iter([]), timeout=5)) == "INVALID_ARGUMENT"
 
 
 def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
-    served: Served, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Served, keys: Path, tmp_path: Path
 ) -> None:
     for claim in ({"name": "site-b"}, {"role": "operator"}, {"name": "boss", "role": "operator"}):
         with pytest.raises(Denied, match="certificate of site 'site-a' does not speak for"):
@@ -193,9 +191,8 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
         (other / name).write_bytes((keys / name).read_bytes())
     (other / "run").write_text("run-2\n")
     add_keys(other, "site-a")
-    with monkeypatch.context() as patch:
-        # It would look for the hub of its own run, and not find it.
-        patch.setattr(client, "host_of", lambda run: host_of(RUN))
+    # It would look for the hub of its own run, and not find it.
+    with patch.object(client, "host_of", lambda run: host_of(RUN)):
         stranger = served.client("site-a", run="run-2", keys=other)
     stranger.identity = stranger.identity._replace(run=RUN)
     with pytest.raises(Denied, match="certificate is for run 'run-2'"):
@@ -206,17 +203,21 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     revoke_keys(keys, "leaver")
     with pytest.raises(Denied, match="has been revoked"):
         leaver.call("ping")
-    with monkeypatch.context() as patch:
-        patch.setattr(client, "PROTOCOL", 0)
-        with pytest.raises(Refused, match="update the older side"):
-            served.client("site-a").call("ping")
-    with monkeypatch.context() as patch:
-        # The hub is updated first.
-        patch.setattr(keys_module, "PROTOCOL", PROTOCOL + 1)
+    with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="update the older side"):
+        served.client("site-a").call("ping")
+    # The hub is updated first.
+    with patch.object(keys_module, "PROTOCOL", PROTOCOL + 1):
         assert served.client("site-a").call("ping", body=b"older") == ({}, b"older")
-        patch.setattr(client, "PROTOCOL", PROTOCOL + 2)
-        with pytest.raises(Refused, match="a hub before its sites"):
+        with patch.object(client, "PROTOCOL", PROTOCOL + 2), pytest.raises(Refused, match="a hub before its sites"):
             served.client("site-a").call("ping")
+
+
+def test_a_name_with_a_new_line_writes_none_into_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), pytest.raises(Refused):
+        served.client("site-a").call("ping\n2026-01-01 ERROR the hub was robbed")
+    assert put(served.client("site-b"), b"goes on")
+    assert [text for text in caplog.messages if "\n" in text] == []
+    assert any("the hub was robbed" in text for text in caplog.messages)
 
 
 def test_each_role_may_call_what_the_table_says_and_nothing_else(served: Served) -> None:
@@ -287,7 +288,7 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
         small.get_small([Payload(put(small, bytes(CHUNK + 1)), CHUNK + 1)])
 
 
-def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served) -> None:
     site = served.client("site-a")
     key, other = put(site, b"old"), put(site, bytes(3 * CHUNK))
     served.store.retain([other], age=0)
@@ -297,23 +298,82 @@ def test_what_is_wrong_with_the_disk_of_the_hub_is_told(served: Served, monkeypa
         file.write(b"\x01")
     with pytest.raises(Altered, match=other):
         site.get(other)
-
-    def full(store: BlobStore, key: str, size: int) -> None:
-        raise NoSpace("there is no space left: nothing was stored.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(BlobStore, "begin", full)
-        with pytest.raises(NoSpace, match="no space left"):
-            site.send(b"blob")
+    full = patch.object(BlobStore, "begin", Mock(side_effect=NoSpace("there is no space left: nothing was stored.")))
+    with full, pytest.raises(NoSpace, match="no space left"):
+        site.send(b"blob")
 
 
-# A hub of its own, to which the line breaks
+# A hub of its own
 
 
-@pytest.fixture
-def hub(keys: Path, tmp_path: Path) -> Iterator[Served]:
+@patch.object(server, "_SILENT", 3.0)
+def test_a_reader_who_opens_streams_and_says_nothing_keeps_nobody_out(hub: Served, keys: Path) -> None:
+    own, goes_on, ended = load(keys, "viewer"), threading.Event(), list[str]()
+
+    def silence() -> Any:
+        goes_on.wait()
+        yield b""
+
+    with channel_to(hub.port, own.authority, own.key, own.certificate) as channel:
+        for _ in range(520):
+            call = channel.stream_stream("/sdiloco.Hub/watch")(silence())
+            call.add_done_callback(lambda done: ended.append(done.code().name))
+        until(lambda: len(ended) >= 520 - server._MOST_OF_OTHERS)
+        assert set(ended) == {"UNAVAILABLE"}
+        for name in ("site-a", "boss"):
+            assert hub.client(name).call("ping", body=b"room?") == ({}, b"room?")
+        with pytest.raises(HubUnreachable, match="too many"):
+            hub.client("viewer").call("ping")
+        until(lambda: len(ended) == 520)
+        assert ended[-server._MOST_OF_OTHERS :] == ["CANCELLED"] * server._MOST_OF_OTHERS
+        assert hub.client("viewer").call("ping", body=b"again") == ({}, b"again")
+        goes_on.set()
+
+
+@patch.object(server, "MAX_CALLS", 3)
+@patch.object(server, "_FOR_OPERATORS", 3)
+def test_there_is_room_for_an_operator_whoever_else_calls(tmp_path: Path, keys: Path) -> None:
     with Served(tmp_path, keys) as served:
-        yield served
+        watching = [served.client(name).events(dict) for name in ("site-a", "site-b", "viewer")]
+        assert [next(events).kind for events in watching] == ["welcome"] * 3
+        with pytest.raises(HubUnreachable, match="too many"):
+            served.client("a").call("ping")
+        assert served.client("boss").call("ping", body=b"in?") == ({}, b"in?")
+
+
+def test_who_is_connected_is_sent_away_when_its_certificate_is_no_longer_valid(tmp_path: Path) -> None:
+    keys, past = make_keys(tmp_path / "keys"), datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)
+    with Served(tmp_path, keys) as served:
+        first, second = (served.client(name).events(dict) for name in ("site-a", "site-b"))
+        assert next(first).kind == next(second).kind == "welcome"
+        revoke_keys(keys, "site-a")
+        with pytest.raises(Denied, match="certificate of site 'site-a' .*revoked"):
+            list(first)
+        expired = patch.object(keys_module, "_ends", lambda certificate: past)
+        with expired, pytest.raises(Denied, match="certificate of site 'site-b' .*expired"):
+            list(second)
+
+
+def test_a_refusal_is_not_answered_by_calls_without_end(hub: Served, caplog: pytest.LogCaptureFixture) -> None:
+    refuse = Mock(side_effect=Refused("round 3 rests on another history than that of this hub"))
+    hub.handler.call = refuse  # type: ignore[method-assign]
+
+    def tries() -> int:
+        return [call.args[1] for call in refuse.call_args_list].count("contribute")
+
+    connection, began = HubConnection(hub.client("site-a")), time.monotonic()
+    connection._let_in = True
+    connection.contribute(own("site-a"), {})
+    until(lambda: tries() >= 3)
+    assert time.monotonic() - began > 1.4, "a second and two, or half of that"
+    connection.close(1.0)
+    assert tries() <= 4
+    assert len([text for text in caplog.messages if "was not taken" in text]) == 1, "one line"
+    pauses = [[backoff(tries) for _ in range(200)] for tries in (0, 1, 5, 500)]
+    assert all(most / 2 <= min(own) < max(own) <= most for own, most in zip(pauses, (1, 2, 30, 30), strict=True))
+
+
+# To which the line breaks
 
 
 @pytest.fixture
@@ -381,9 +441,7 @@ def test_who_does_not_listen_is_sent_away_and_the_hub_keeps_nothing_for_it(hub: 
     until(lambda: [session.peer.name for session in hub.hub._sessions] == ["viewer"])
 
 
-def test_a_silent_hub_is_gone_after_some_beats_and_lines_that_lead_nowhere_are_made_again(
-    hub: Served, line: Line
-) -> None:
+def test_a_silent_hub_is_gone_after_some_beats_and_lines_to_nowhere_are_made_again(hub: Served, line: Line) -> None:
     site = hub.client("site-a", port=line.port, timeout=30.0, channels=2)
     hears = hub.handler.hello
 

@@ -77,9 +77,8 @@ def test_fragments_are_those_of_the_engine() -> None:
 def cases(draw: st.DrawFn) -> tuple[Settings, Groups, Link, Model]:
     sync_every = draw(st.integers(1, 25))
     overlap_steps, fragments = draw(st.integers(0, min(6, sync_every - 1))), f"strided:{draw(st.integers(1, 4))}"
-    chosen = Settings(
-        sync_every, overlap_steps, fragments=fragments, compression=draw(st.sampled_from(["fp32", "fp4"]))
-    )
+    compression = draw(st.sampled_from(["fp32", "fp4"]))
+    chosen = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     rate, sizes = draw(st.sampled_from([1e8, 1e9, FREE])), (draw(st.integers(2, 4)), draw(st.integers(1, 3)))
     groups = Groups(draw(st.floats(0.05, 2.0)), sizes[0], sizes[1], rate)
     link = Link(draw(st.floats(0.001, 1.0)), draw(st.sampled_from([0.0, 0.01, 0.2])), draw(st.sampled_from([0, 1e-3])))
@@ -129,9 +128,8 @@ def test_utilisation_is_that_of_the_engines_loop_with_a_clock(case: tuple[Settin
     first, *others = play(method, link, steps=9 * h + 6, speeds=[1.0] * groups.groups)
     assert all(other == first for other in others)
     landings = [first.steps[h * number + chosen.overlap_steps - 1] for number in (4, 8)]
-    assert 4 * h * groups.step_time / (landings[1] - landings[0]) == pytest.approx(
-        stepped(method, groups, link), rel=1e-2
-    )
+    played = 4 * h * groups.step_time / (landings[1] - landings[0])
+    assert played == pytest.approx(stepped(method, groups, link), rel=1e-2)
 
 
 def test_ddp_sends_the_gradients_around_a_ring_and_hides_what_fits_into_backward() -> None:

@@ -19,9 +19,8 @@ def _made(distribution: str) -> tuple[Any, Any]:
         def __init__(self, width: int = 8, lr: float = 0.05, fails_in_group: int = -1, by_hand: bool = False) -> None:
             super().__init__()
             self.lr, self.fails_in_group, self.automatic_optimization = lr, fails_in_group, not by_hand
-            self.net = nn.Sequential(
-                nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2)
-            )
+            layers = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.2), nn.Linear(width, 2)
+            self.net = nn.Sequential(*layers)
 
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             if self.global_rank == self.fails_in_group and self.global_step == 7:

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -59,9 +60,7 @@ def test_every_option_has_help() -> None:
             assert bare == [], name
 
 
-def test_the_current_folder_is_searched_last_and_for_class_paths_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path: Path) -> None:
     folder, script = tmp_path / "folder", tmp_path / "bin" / "sdiloco"
     folder.mkdir()
     script.parent.mkdir()
@@ -82,11 +81,12 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(
     assert planned.stdout.startswith("True\n100 parameters")
 
     # Files and values that hold no class path are refused where they are used.
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
-    (tmp_path / "picture.yaml").write_bytes(b"\xff\xfe")
-    assert "own" in refused("simulate", "--config", str(tmp_path / "picture.yaml"), "--model", "own" * 2000)
-    assert "config" in refused("simulate", "--set", f"trainer.callbacks={'x' * 5000}", "--config=")
-    assert "" not in sys.path
+    picture = tmp_path / "picture.yaml"
+    picture.write_bytes(b"\xff\xfe")
+    with patch.object(sys, "path", [entry for entry in sys.path if entry]):
+        assert "own" in refused("simulate", "--config", str(picture), "--model", "own" * 2000)
+        assert "config" in refused("simulate", "--set", f"trainer.callbacks={'x' * 5000}", "--config=")
+        assert "" not in sys.path
 
 
 # Plans
@@ -259,9 +259,7 @@ def test_links_of_the_groups_tell_what_suitable_parts_bring(tmp_path: Path) -> N
     assert "a list of at least two numbers" in refused("plan", *STEP, f"--links={given}")
 
 
-def test_the_same_plan_draws_the_same_picture_with_matplotlib_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_plan_draws_the_same_picture_with_matplotlib_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = [tmp_path / name for name in ("one.svg", "other.svg")]
     one, other = (text_of(*ASKED, f"--picture={file}") for file in files)

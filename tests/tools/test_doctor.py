@@ -64,14 +64,14 @@ def seen(**choices: Any) -> Examined:
     links = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 9e7)]
     machines = [{**describe(), **well} for _ in endpoints]
     machines[2] |= {name: choices.pop(name) for name in machines[2].keys() & choices.keys()}
-    return Examined(
-        **{"groups": 2, "endpoints": endpoints, "machines": machines, "broken": [], "links": links, **choices}
-    )
+    every = {"groups": 2, "endpoints": endpoints, "machines": machines, "broken": [], "links": links}
+    return Examined(**{**every, **choices})
 
 
 SMALL, SLOWLY = {**TCP, "receive_buffer": 1_000_000}, {**TCP, "slow_start_after_idle": True}
 OLDER = {**describe()["versions"], "torch": "1.0"}
 HALF = [MeasuredLink(0, 1, 0.05, 1e8), MeasuredLink(1, 0, 0.05, 3e7)]
+BETWEEN = "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s"
 SHUT = [BrokenConnection(0, 2, "10.0.0.3:4", "no answer within 10 s")]
 UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     ({"versions": OLDER}, "wrong: torch", "1.0 on rank 2", "Install the same version of torch"),
@@ -81,11 +81,7 @@ UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     ({"tcp": SMALL}, "slow: buffers 0 -> 1", "below 80 Mbit/s at 50 ms", "net.ipv4.tcp_rmem="),
     ({"tcp": SLOWLY}, "slow: idle connections", "starts slowly", "tcp_slow_start_after_idle=0"),
     ({"links": HALF}, "slow: bandwidth 1 -> 0", "30 Mbit/s, and 100 Mbit/s in the other", "worker group 1 to 0"),
-    (
-        {"broken": SHUT, "links": []},
-        *("wrong: reachability", "rank 0 (host0) -> rank 2 (host1) at 10.0.0.3:4: no answer within 10 s"),
-        "Open all TCP ports",
-    ),
+    ({"broken": SHUT, "links": []}, "wrong: reachability", BETWEEN, "Open all TCP ports"),
     ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong: round trip 0 -> 1", "no answer", "again"),
 ]
 

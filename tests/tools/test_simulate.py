@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,13 +30,10 @@ from tests.tools.simulated import Net
 
 STRATEGY, MODULES = "StreamingDiLoCoStrategy", "tests.tools.simulated"
 LARGE = (f"lightning_sdiloco.{STRATEGY}", "tests.large.models.Large", "tests.large.models.Data")
+OTHER = f"lightning_sdiloco.pytorch_lightning.{STRATEGY}"
 OURS = {
     "lightning.pytorch": (LARGE[0], f"{MODULES}.Net", f"{MODULES}.Data"),
-    "pytorch_lightning": (
-        f"lightning_sdiloco.pytorch_lightning.{STRATEGY}",
-        f"{MODULES}.OtherNet",
-        f"{MODULES}.OtherData",
-    ),
+    "pytorch_lightning": (OTHER, f"{MODULES}.OtherNet", f"{MODULES}.OtherData"),
 }
 CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
 LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
@@ -327,13 +325,8 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_simulated_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never(*args: Any) -> None:
-        raise AssertionError("a run was started")
-
-    monkeypatch.setattr("lightning_sdiloco.tools.simulate.command.run", never)
+@patch("lightning_sdiloco.tools.simulate.command.run", Mock(side_effect=AssertionError("a run was started")))
+def test_what_cannot_be_simulated_is_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = f"--config={write(tmp_path)}"
     monkeypatch.chdir(tmp_path)
     for name, text in (("LIST", "- a"), ("RATE", "a: {rate: 3}")):
