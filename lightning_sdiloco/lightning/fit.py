@@ -235,7 +235,8 @@ class Fit(FitState):
             self.epochs.collect(landings[-1].launched_at)
         if self._announcement is not None:
             self._announcement.step()
-        if self.options.chooses_warmup and engine.is_warming_up:
+        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
+        if self.options.chooses_warmup and engine.is_warming_up and engine.topology.background is None:
             self._judge_warmup(engine)
         if self.options.step(self.options.settings.sync_every - engine.steps_in_rounds):
             self.groups.meet()

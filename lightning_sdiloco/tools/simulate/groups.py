@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.config import AUTO, Settings
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.checkpoint import random_state, set_random_state
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
@@ -501,9 +501,9 @@ def check(
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # What is given by the path of a class is not made yet.
+    # What is given by the path of a class is not made yet, and what is "auto" is chosen in the run.
     made: dict[str, Any] = {
-        name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None)
+        name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None) and own != AUTO
     }
     Settings(**{item.name: made[item.name] for item in fields(Settings) if item.name in made})
     return arguments
