@@ -117,19 +117,13 @@ def wait_for_flights(engine: StreamingDiLoCo) -> None:
         time.sleep(0.001)
 
 
+CLIPPED, GUARDED = OuterOptimizer(clip_norm=0.1), OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0)
 CHOICES: dict[str, dict[str, Any]] = {
     "fp4": {},
     "fp32, two shots": {"compression": "fp32", "exchange": "two_shot", "mixing": 0.0},
     "error feedback": {"compression": ErrorFeedback(TopK(1 / 16, Int2()))},
-    "random, two shots": {
-        "compression": RandomK(2, Int2()),
-        "exchange": "two_shot",
-        "outer_optimizer": OuterOptimizer(clip_norm=0.1),
-    },
-    "outer AdamW": {
-        "compression": "int8",
-        "outer_optimizer": OuterOptimizer(partial(AdamW, lr=0.1), outlier_guard=2.0),
-    },
+    "random, two shots": {"compression": RandomK(2, Int2()), "exchange": "two_shot", "outer_optimizer": CLIPPED},
+    "outer AdamW": {"compression": "int8", "outer_optimizer": GUARDED},
 }
 
 

@@ -7,11 +7,10 @@ FOLDER = Path(__file__).parents[1] / "examples" / "methods"
 if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
 
-from delayed_nesterov import DelayedNesterov as DelayedNesterov  # noqa: E402
-from dylu import Paced as Paced  # noqa: E402
-from eager_updates import EagerGroups as EagerGroups  # noqa: E402
-from eager_updates import EagerUpdates as EagerUpdates  # noqa: E402
-from eager_updates import Stay as Stay  # noqa: E402
-from edit import ByMedian as ByMedian  # noqa: E402
-from edit import ByNorm as ByNorm  # noqa: E402
-from edit import ZScore as ZScore  # noqa: E402
+import fedglomo  # noqa: E402, F401
+from delayed_nesterov import DelayedNesterov  # noqa: E402, F401
+from dylu import Paced  # noqa: E402, F401
+from eager_updates import EagerGroups, EagerUpdates, Stay  # noqa: E402, F401
+from edit import ByMedian, ByNorm, ZScore  # noqa: E402, F401
+from gpa import GPA  # noqa: E402, F401
+from snoo import SNOO  # noqa: E402, F401

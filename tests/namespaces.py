@@ -71,9 +71,8 @@ def bytes_on_the_wire() -> tuple[int, int]:
 
 def retransmitted() -> int:
     """Segments that TCP sent twice in this process's namespace: a late answer looks like a loss to it."""
-    names, values = [
-        line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines() if line[:4] == "Tcp:"
-    ]
+    lines = [line.split() for line in Path("/proc/self/net/snmp").read_text().splitlines()]
+    names, values = (line for line in lines if line[0] == "Tcp:")
     return int(values[names.index("RetransSegs")])
 
 

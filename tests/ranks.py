@@ -139,11 +139,7 @@ def agreed(value: Any) -> bool:
 
 
 def _run(
-    target: Callable[[int], Any],
-    environments: list[dict[str, str]],
-    folder: Path,
-    timeout: float,
-    expect_failure: bool,
+    target: Callable[[int], Any], environments: list[dict[str, str]], folder: Path, timeout: float, expect_failure: bool
 ) -> Any:
     context, reports = multiprocessing.get_context("fork"), dict[int, Report]()
     processes = [
@@ -210,15 +206,11 @@ def _child(
             # Lightning reads the rank from the environment on import, which the parent may have done.
             if module := sys.modules.get("lightning_utilities.core.rank_zero"):
                 module.rank_zero_only.rank = rank
-        try:
-            report = Report(0.0, value=target(rank))
-        except BaseException:
-            report = Report(time.monotonic(), error=traceback.format_exc())
         scratch = folder / f"{rank}.tmp"
         try:
             # Tensors go as bytes, since shared memory would die with this process.
-            torch.save(report, scratch)
-        except Exception:
+            torch.save(Report(0.0, value=target(rank)), scratch)
+        except BaseException:
             torch.save(Report(time.monotonic(), error=traceback.format_exc()), scratch)
         scratch.rename(folder / f"{rank}.pt")
     except BaseException:

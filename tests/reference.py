@@ -29,35 +29,25 @@ def is_launched(step: int, fragment: int, num_fragments: int, sync_every: int) -
     return step >= sync_every + offset and (step - offset) % sync_every == 0
 
 
-def mean(tensors: Sequence[Tensor]) -> Tensor:
+def mean(tensors: Sequence[Tensor], total_weight: int = 0) -> Tensor:
     """Sum in group order, then one division."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor
-    return total / len(tensors)
+    return total / (total_weight or len(tensors))
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[int]) -> Tensor:
     """Each group by the micro-batches that it trained; the plain mean where all trained as many."""
     if len(set(weights)) == 1:
         return mean(tensors)
-    total = sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
-    assert isinstance(total, Tensor)
-    return total / sum(weights)
+    return mean([weight * tensor for weight, tensor in zip(weights, tensors, strict=True)], sum(weights))
 
 
 def outer_step(outer: Tensor, buffer: Tensor | None, gradient: Tensor, lr: float, mu: float) -> tuple[Tensor, Tensor]:
     """One step of Nesterov SGD (`torch.optim.SGD(nesterov=True)`): the new outer parameter and momentum buffer."""
     buffer = gradient if buffer is None else mu * buffer + gradient
     return outer - lr * (gradient + mu * buffer), buffer
-
-
-def average_gradients(groups: Sequence[dict[str, Tensor]]) -> None:
-    """Every group gets the mean over the groups of each gradient."""
-    for name in groups[0]:
-        average = mean([group[name].grad for group in groups])
-        for group in groups:
-            group[name].grad = average.clone()
 
 
 def run(
@@ -119,8 +109,10 @@ def run(
             optimizers[m].zero_grad()
             loss(models[m](x), y).backward()  # line 4
         training = [m for m in range(len(models)) if not idle(m, step)]
-        if step <= warmup_steps and training:
-            average_gradients([local[m] for m in training])
+        for name in outer if step <= warmup_steps and training else ():
+            average = mean([local[m][name].grad for m in training])
+            for m in training:
+                local[m][name].grad = average.clone()
         for m in training:
             optimizers[m].step()  # line 5
         with torch.no_grad():

@@ -17,16 +17,6 @@ import torch.distributed as dist
 from tests.ranks import RankError, run_processes, run_ranks
 
 
-def until_gone(folder: Path) -> bool:
-    """Whether the processes end whose ids are names of files in a folder."""
-    stats, deadline = [Path(f"/proc/{path.stem}/stat") for path in folder.glob("*.pid")], time.monotonic() + 5
-    running = True
-    while running and time.monotonic() < deadline:
-        time.sleep(0.02)
-        running = any(path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats)
-    return not running
-
-
 def test_results_come_back_in_the_order_of_ranks_of_fresh_processes(tmp_path: Path) -> None:
     signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -112,4 +102,7 @@ def test_nothing_is_left_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             time.sleep(0.02)
         os.kill(parent, signal.SIGKILL)
         os.waitpid(parent, 0)
-    assert until_gone(tmp_path)
+    stats, deadline = [Path(f"/proc/{path.stem}/stat") for path in tmp_path.glob("*.pid")], time.monotonic() + 5
+    while any(path.exists() and path.read_text().rpartition(")")[2].split()[0] != "Z" for path in stats):
+        assert time.monotonic() < deadline, "what a rank has started still runs"
+        time.sleep(0.02)

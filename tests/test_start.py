@@ -60,10 +60,6 @@ def run_python(code: str, without: set[str] = frozenset()) -> str:
     return scripts.run_python("-c", hidden + code, folder=ROOT)
 
 
-def test_the_engine_trains_where_no_lightning_is_installed() -> None:
-    run_python(TRAINING, without=LIGHTNING | {"jsonargparse", "rich"})
-
-
 @pytest.mark.parametrize(("distribution", "other"), [tuple(OURS), tuple(OURS)[::-1]])
 def test_a_distribution_alone_finds_the_strategies(distribution: str, other: str) -> None:
     code = f"""
@@ -87,7 +83,8 @@ def test_both_distributions_and_their_command_lines_find_the_strategies_one_impo
     assert [name.rpartition(".")[2] for name in by_name] == ["StreamingDiLoCoStrategy"] * 2
 
 
-def test_commands_that_need_no_tensor_import_no_torch(tmp_path: Path) -> None:
+def test_the_engine_trains_without_lightning_and_commands_that_need_no_tensor_import_no_torch(tmp_path: Path) -> None:
+    run_python(TRAINING, without=LIGHTNING | {"jsonargparse", "rich"})
     commands = {"--help": 0, "--version": 0, f"keys init {tmp_path}/keys": 0}
     commands |= {"hub": 2, "hub end --hub=127.0.0.1:1": 2, "status --hub=127.0.0.1:1": 2}
     code = f"""

@@ -21,22 +21,9 @@ from tests.engine.groups import Groups, with_statistics
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = (
-    *(
-        "doctor",
-        "hub",
-        "hub amend",
-        "hub backup",
-        "hub end",
-        "hub evict",
-        "hub rollback",
-        "keys",
-        "keys add",
-        "keys init",
-        "keys revoke",
-    ),
-    *("plan", "report", "schedule", "simulate", "status"),
-)
+COMMANDS = ["doctor", "hub", *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback"))]
+COMMANDS += ["keys", *(f"keys {act}" for act in ("add", "init", "revoke"))]
+COMMANDS += ["plan", "report", "schedule", "simulate", "status"]
 
 
 def arguments_of(function: Any) -> list[str]:

@@ -15,15 +15,13 @@ from torch import nn
 from lightning_sdiloco import AgreementError, Landing, OuterOptimizer, SimulatedGroups
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, digest, plain, remembered
 from tests.bits import SPECIAL, vector
-from tests.engine.groups import held, unlike
+from tests.engine.groups import MEAN, held, unlike
 
 
 def said(weight: int = 100, norm: float = 1.0, finite: bool = True) -> Control:
     """What a group says at the launch of fragment 0."""
     return Control(0, 100, 0, weight=weight, digest=0, norm_squared=norm**2, changed=0, finite=finite)
 
-
-# Arithmetic
 
 CONTROLS = st.lists(
     st.builds(said, st.integers(0, 2**32 - 1), st.floats(0, 1e30), st.booleans()), min_size=1, max_size=9
@@ -89,15 +87,7 @@ def test_the_guard_leaves_out_who_is_far_above_its_last_eight_and_the_others_unl
             norms[group].append(controls[group].norm)
 
 
-# Simulated groups whose parameters are moved by hand
-
-PLAIN: dict[str, Any] = {
-    "fragments": [["*"]],
-    "compression": "fp32",
-    "mixing": 0.0,
-    "outer_lr": 1.0,
-    "outer_momentum": 0.0,
-}
+PLAIN: dict[str, Any] = {"fragments": [["*"]], "compression": "fp32", **MEAN}
 
 
 class Pushed:
@@ -205,18 +195,14 @@ def test_the_guard_knows_fragments_apart_and_leaves_out_nobody_where_it_is_off_o
     assert run.local == [before + 500.0] * 2, "neither weighed nor clipped nor guarded"
     # The first fragment moves by a length, the second one always by 30.
     models = [nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(4, 1, bias=False)) for _ in range(2)]
-    groups = SimulatedGroups(
-        models, sync_every=2, overlap_steps=0, **PLAIN | guarded | {"fragments": [["0.*"], ["1.*"]]}
-    )
+    choices = {**PLAIN, **guarded, "fragments": [["0.*"], ["1.*"]]}
+    groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, **choices)
     for length in (1.0, 1.0, 1.0, 1.0, 1.0, 30.0):
         for model, own in zip(models, (length, 1.0), strict=True):
             model[0].weight.data += own / 2
             model[1].weight.data += 15.0
         found = {landing.fragment: landing.outlying for _ in range(2) for landing in groups.step()[0]}
     assert found == {0: (0,), 1: ()}
-
-
-# The digest
 
 
 def defined(words: list[int], start: int) -> int:

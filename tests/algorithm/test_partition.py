@@ -14,8 +14,6 @@ from lightning_sdiloco import StreamingDiLoCo
 from lightning_sdiloco.algorithm.partition import Parameter, Partition, find_blocks, partition
 from lightning_sdiloco.engine.shards import aliases, described, trainable
 
-# Models
-
 
 class Block(nn.Module):
     """A transformer block with a Sequential of its own inside, which must not be taken for the stack."""
@@ -84,11 +82,9 @@ def fragments_of(cut: Partition) -> list[set[str]]:
     return [set(fragment.names) for fragment in cut.fragments]
 
 
-# Blocks
-
-
 def test_the_blocks_of_a_model_are_found_also_inside_another_module_and_compiled_and_every_tensor_goes_once() -> None:
     of_both = [f"{part}.layers.{layer}" for part in ("encoder", "decoder") for layer in range(3)]
+    stack = nn.Sequential(nn.Embedding(999, 8), *(Block() for _ in range(4)), nn.LayerNorm(8), nn.Linear(8, 999))
     cases: list[tuple[nn.Module, list[str]]] = [
         (GPT(12), [f"blocks.{layer}" for layer in range(12)]),
         (GPT(12, tied=True), [f"blocks.{layer}" for layer in range(12)]),
@@ -99,6 +95,7 @@ def test_the_blocks_of_a_model_are_found_also_inside_another_module_and_compiled
         # A normalisation belongs to the layer before it.
         (mlp(3, nn.BatchNorm1d, nn.ReLU, nn.Dropout), ["0 1", "4 5", "8"]),
         (nn.Sequential(nn.Embedding(11, 8), nn.Sequential(*(Block() for _ in range(4)))), [f"1.{n}" for n in range(4)]),
+        (stack, ["1", "2", "3", "4"]),  # what stands in the Sequential of the blocks need not be one
         (nn.LSTM(4, 5, num_layers=2), []),
     ]
     for model, blocks in cases:
@@ -110,19 +107,12 @@ def test_the_blocks_of_a_model_are_found_also_inside_another_module_and_compiled
         for fragments in ("strided", "sequential", "balanced"):
             found = [pair for own in cut(model, fragments).fragments for pair in zip(own.names, own.sizes, strict=True)]
             assert sorted(found) == sorted(sizes.items()), "a tied one once"
-
-
-def test_names_are_those_of_the_user_where_submodules_are_compiled() -> None:
+    # Names are those of the user where submodules are compiled.
     model = GPT(4)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block)
     assert "blocks.0._orig_mod.norm.weight" in dict(model.named_parameters())
     assert cut(model) == cut(GPT(4))
-    # What stands in the Sequential of the blocks need not be one.
-    model = nn.Sequential(nn.Embedding(999, 8), *(Block() for _ in range(4)), nn.LayerNorm(8), nn.Linear(8, 999))
-    blocks = set().union(*blocks_of(model))
-    assert below(model, "1", "2", "3", "4") <= blocks
-    assert not blocks & below(model, "0", "6")
 
 
 def test_a_model_without_blocks_falls_back_to_balanced_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,9 +126,6 @@ def test_a_model_without_blocks_falls_back_to_balanced_which_is_said_once(caplog
     (said,) = (record.getMessage() for record in caplog.records if "no repeated blocks" in record.getMessage())
     assert "fragments='strided:3'" in said
     assert f"{len(engine.fragments)} balanced fragments" in said
-
-
-# Assignments
 
 
 @settings(max_examples=100, deadline=None)
@@ -199,7 +186,18 @@ def test_every_parameter_is_in_exactly_one_fragment(parameters: list[Parameter],
     assert sorted(names) == sorted(set(names) & set(order))
 
 
-def test_frozen_parameters_are_left_alone_and_patterns_need_not_name_them() -> None:
+def test_patterns_choose_fragments_and_their_order_by_any_name_of_a_tied_parameter_and_leave_frozen_alone() -> None:
+    found = cut(mlp(4, nn.ReLU), [["6.*", "2.weight"], ["0.?eight", "2.bias"], ["[04].bias", "4.weight"]])
+    assert [fragment.names for fragment in found.fragments] == [
+        ("2.weight", "6.weight", "6.bias"),
+        ("0.weight", "2.bias"),
+        ("0.bias", "4.weight", "4.bias"),
+    ]
+    assert not found.fell_back
+    rest = ["positions", "norm.*", "blocks.*"]
+    for pattern in ("embedding.weight", "head.weight", "[eh]*.weight"):
+        assert fragments_of(cut(GPT(2, tied=True), [rest, [pattern]]))[1] == {"embedding.weight"}
+    # Frozen parameters are left alone, and need not be named.
     model = GPT(2)
     for module in (model.blocks[1], model.embedding, model.norm, model.head):
         module.requires_grad_(False)
@@ -216,34 +214,18 @@ def test_frozen_parameters_are_left_alone_and_patterns_need_not_name_them() -> N
         partition(head, patterns)
 
 
-def test_patterns_choose_the_fragments_and_their_order_and_any_name_of_a_tied_parameter() -> None:
-    found = cut(mlp(4, nn.ReLU), [["6.*", "2.weight"], ["0.?eight", "2.bias"], ["[04].bias", "4.weight"]])
-    assert [fragment.names for fragment in found.fragments] == [
-        ("2.weight", "6.weight", "6.bias"),
-        ("0.weight", "2.bias"),
-        ("0.bias", "4.weight", "4.bias"),
-    ]
-    assert not found.fell_back
-    rest = ["positions", "norm.*", "blocks.*"]
-    for pattern in ("embedding.weight", "head.weight", "[eh]*.weight"):
-        assert fragments_of(cut(GPT(2, tied=True), [rest, [pattern]]))[1] == {"embedding.weight"}
-
-
 def test_what_cannot_be_is_refused() -> None:
     small, no_lists = mlp(2, nn.ReLU), ("list of non-empty lists of patterns", "[['net.0.*'], ['net.1.*']]")
     malformed: list[Any] = [[], [[]], [["*"], []], ["*"], ["0.*", "2.*"], [[1]], [["*", None]], None, 3.0, [[["*"]]]]
     unknown: list[Any] = ["striped", "", "Strided", "*", "strided:", "strided:0", "balanced:2", 0]
     by_two = ("'0.weight' is claimed by two patterns", "'0.*' of fragment 0", "exactly one", "Narrow one of them")
     tied, both = [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]], "'strided:3' or 'sequential:3'"
+    by_tied = ("'embedding.weight'", "'head.weight'", "tied", "'embedding.*'", "'head.*'", "Narrow")
     cases: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
         *((small, wrong, (f"fragments={wrong!r}", *no_lists)) for wrong in malformed),
         *((small, wrong, (f"fragments={wrong!r} is unknown", both, "[['net.0.*']")) for wrong in unknown),
         (small, 5, ("fragments=5 is more than the 4 trainable tensors",)),
-        (
-            GPT(2, tied=True),
-            tied,
-            ("'embedding.weight'", "'head.weight'", "tied", "'embedding.*'", "'head.*'", "Narrow"),
-        ),
+        (GPT(2, tied=True), tied, by_tied),
         (small, [["NET.*"]], ("'NET.*'",)),
         (small, [["*"], ["3.*"]], ("the pattern '3.*' matches no parameter", "'0.weight'", "Correct the pattern")),
         *((small, twice, by_two) for twice in ([["0.*"], ["*"]], [["0.*", "*"]], [["0.*"], ["0.*", "2.*"]])),

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,19 +15,9 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Count
 from lightning_sdiloco.comm.exchange import LENGTH_BYTES
-from lightning_sdiloco.compression import (
-    COMPRESSIONS,
-    FP4,
-    BFloat16,
-    ByLink,
-    Compression,
-    ErrorFeedback,
-    Float32,
-    RandomBlock,
-    RandomK,
-    TopK,
-    resolve,
-)
+from lightning_sdiloco.compression import COMPRESSIONS, FP4, BFloat16, ByLink, Compression, ErrorFeedback, resolve
+from lightning_sdiloco.compression.casts import Float32
+from lightning_sdiloco.compression.sparse import RandomBlock, RandomK, TopK
 from lightning_sdiloco.engine.flight import ThreadBackground, Work
 from lightning_sdiloco.errors import ExchangeError
 from lightning_sdiloco.planning.link import Link
@@ -37,15 +28,8 @@ from tests.engine.groups import Groups, unlike
 from tests.training import LAYERS, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 3, "fragments": LAYERS}
-FAMILY: list[Compression] = [
-    *(codec for name, codec in COMPRESSIONS.items() if name not in ("top_k", "random_block", "threshold")),
-    ErrorFeedback(FP4()),
-    RandomBlock(3, BFloat16()),
-    TopK(0.1, Float32()),
-]
-
-
-# The same mean
+FAMILY = [codec for name, codec in COMPRESSIONS.items() if name not in ("top_k", "random_block", "threshold")]
+FAMILY += [ErrorFeedback(FP4()), RandomBlock(3, BFloat16()), TopK(0.1, Float32())]
 
 
 @pytest.mark.parametrize("groups", [2, 3, 5])
@@ -69,20 +53,24 @@ def test_without_loss_all_ways_give_the_bits_of_a_gather(groups: int) -> None:
     assert unlike(bits(exchange=alike), bits(exchange="two_shot")) == []
 
 
-def test_values_that_chance_picks_lose_nothing_in_the_second_shot() -> None:
-    gradients = [torch.randn(1001, generator=torch.Generator().manual_seed(group)) for group in range(4)]
-    shots = TwoShotAllReduce(4, RandomK(8, Float32()).at(100), 0.0)
-    count = Count(dict.fromkeys(range(4), 1.0))
-    mean = shots.reduce_locally(gradients, [None] * 4, [None] * 4, count)
-    picked = mean != 0
-    assert 100 < picked.sum() < 150
-    assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
+def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of_the_control_vector() -> None:
+    def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
+        """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
+        run = Groups(groups, "sgd", **{**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices})
+        run.until(7)
+        reports = [engine.report() for engine in run.engines]
+        assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
+        assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
+        return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
 
+    for compression in FAMILY:
+        for groups in (2, 4):
+            total, sizes = sent(groups, exchange="two_shot", compression=compression)
+            parts = [CONTROL_BYTES + 2 * compression.wire_bytes(-(-size // groups)) for size in sizes]
+            assert total == (groups - 1) * sum(parts), compression
+    two, all_ = (sent(6, fragments=[["*"]], exchange=one, compression="fp32")[0] for one in ("two_shot", "gather"))
+    assert (two - 5 * CONTROL_BYTES) / (all_ - 5 * CONTROL_BYTES) == pytest.approx(1 / 3, rel=0.02)
 
-# What is sent
-
-
-def test_a_fragment_without_values_sends_nothing_but_its_control_vector() -> None:
     def net(seed: int) -> nn.Module:
         model = nn.Sequential(*mlp())
         model.register_parameter("none", nn.Parameter(torch.zeros(0, 4)))
@@ -101,29 +89,7 @@ def test_a_fragment_without_values_sends_nothing_but_its_control_vector() -> Non
             run.groups.finish()
 
 
-def test_the_bytes_of_two_shots_are_those_of_the_parts() -> None:
-    def sent(groups: int, **choices: Any) -> tuple[float, list[int]]:
-        """Bytes that a group sends in one launch of every fragment, and the numbers of values of the fragments."""
-        run = Groups(groups, "sgd", **{**CHOICES, "sync_every": 4, "overlap_steps": 0, **choices})
-        run.until(7)
-        reports = [engine.report() for engine in run.engines]
-        assert {report["launches"] for report in reports} == {len(run.engines[0].fragments)}
-        assert len({report[which] for report in reports for which in ("bytes_sent", "bytes_received")}) == 1
-        return reports[0]["bytes_sent"], [sum(size // 4 for size in one.sizes) for one in run.engines[0].fragments]
-
-    for compression in FAMILY:
-        for groups in (2, 4):
-            total, sizes = sent(groups, exchange="two_shot", compression=compression)
-            parts = [CONTROL_BYTES + 2 * compression.wire_bytes(-(-size // groups)) for size in sizes]
-            assert total == (groups - 1) * sum(parts), compression
-    two, all_ = (sent(6, fragments=[["*"]], exchange=one, compression="fp32")[0] for one in ("two_shot", "gather"))
-    assert (two - 5 * CONTROL_BYTES) / (all_ - 5 * CONTROL_BYTES) == pytest.approx(1 / 3, rel=0.02)
-
-
-# What roundings lose
-
-
-def test_what_the_second_rounding_loses_comes_with_the_next_mean() -> None:
+def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance_picks_loses_nothing() -> None:
     for compression in FAMILY:
         mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()
         residual, total, errors = None, torch.zeros(600), []
@@ -146,6 +112,14 @@ def test_what_the_second_rounding_loses_comes_with_the_next_mean() -> None:
         assert encoded.memory is not None
         sent = all_reduce.decode_own(encoded.payloads, gradient)
         torch.testing.assert_close(sent + encoded.memory, gradient, rtol=0, atol=1e-6)
+    # Values that chance picks lose nothing.
+    gradients = [torch.randn(1001, generator=torch.Generator().manual_seed(group)) for group in range(4)]
+    shots = TwoShotAllReduce(4, RandomK(8, Float32()).at(100), 0.0)
+    count = Count(dict.fromkeys(range(4), 1.0))
+    mean = shots.reduce_locally(gradients, [None] * 4, [None] * 4, count)
+    picked = mean != 0
+    assert 100 < picked.sum() < 150
+    assert torch.equal(mean[picked], (sum(gradients, torch.zeros(1001)) / 4)[picked])
 
 
 def test_what_a_group_has_not_sent_comes_later_in_two_shots_too() -> None:
@@ -169,16 +143,6 @@ def test_what_a_group_has_not_sent_comes_later_in_two_shots_too() -> None:
         for values in expected:
             run.step(idle=idle)
             assert run.outer_state_dict()["weight"].tolist() == [values * 3], compression
-
-
-# Which one, and parts that suit the links
-
-
-def test_by_itself_two_groups_gather_and_more_take_two_shots_but_where_values_are_left_out() -> None:
-    for compression in FAMILY:
-        ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
-        more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
-        assert ways == [AllReduce, AllReduce, more, more], compression
 
 
 def bisected(links: list[float]) -> float:
@@ -211,16 +175,16 @@ def test_the_shares_take_the_least_time_and_rounds_that_the_links_hold_up_are_as
     assert ends("two_shot", [1.0] * 4) == pytest.approx(ends("two_shot", [1.0] * 4, one_link=True), rel=0.02)
 
 
-def test_what_is_no_exchange_or_part_is_refused_and_a_checkpoint_tells_what_it_had() -> None:
+def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_and_a_checkpoint_tells_its_own() -> None:
+    # Where values are left out, more groups gather too.
+    for compression in FAMILY:
+        ways = [type(all_reduce_for("auto", groups, compression, 0.5)) for groups in (1, 2, 3, 8)]
+        more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
+        assert ways == [AllReduce, AllReduce, more, more], compression
     uneven, senders = TwoShot((0.7, 0.3, 0)), TopK(0.1, Float32(), over="senders")
+    unknown = r"=.* is not known. It is one of 'auto', 'gather', 'two_shot'"
     refused: list[tuple[Callable[[], Any], str]] = [
-        *(
-            (
-                lambda given=given: Settings(exchange=given),
-                r"=.* is not known. It is one of 'auto', 'gather', 'two_shot'",
-            )
-            for given in ("all_reduce", "two-shot", None, True, 2)
-        ),
+        *((partial(Settings, exchange=one), unknown) for one in ("all_reduce", "two-shot", None, True, 2)),
         (lambda: TwoShot("fast"), "is not known"),
         (lambda: TwoShot([1, -1]), "not negative"),
         (lambda: TwoShot(links=[1, 0]), "positive numbers"),
@@ -236,9 +200,6 @@ def test_what_is_no_exchange_or_part_is_refused_and_a_checkpoint_tells_what_it_h
         assert TwoShot.read(repr(exchange), exchange.backend) == exchange
     assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)
-
-
-# The background
 
 
 def in_stages(*stages: Callable[[], Any]) -> Work[Any]:

@@ -33,8 +33,6 @@ pytestmark = [
     pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python"),
 ]
 
-Seen = list[list[Tensor]]
-
 PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5, "compression": "int8"}
 CHOICES = {**KNOWN, "pairs": PAIRS, "ring": {"route": Ring(), "compression": "fp32"}}
 

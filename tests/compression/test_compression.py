@@ -22,32 +22,13 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from lightning_sdiloco import SimulatedGroups
-from lightning_sdiloco.compression import (
-    COMPRESSIONS,
-    FP4,
-    FP8,
-    MXFP4,
-    BFloat16,
-    ByLink,
-    Compression,
-    ErrorFeedback,
-    Float32,
-    Int2,
-    Int4,
-    Int8,
-    RandomBlock,
-    RandomK,
-    Threshold,
-    TopK,
-    blockwise,
-    casts,
-    fp4,
-    resolve,
-    sparse,
-    weighted_mean,
-)
-from lightning_sdiloco.compression.blockwise import Blockwise
+from lightning_sdiloco.compression import COMPRESSIONS, FP4, Compression, blockwise, casts, fp4, resolve, sparse
+from lightning_sdiloco.compression.base import weighted_mean
+from lightning_sdiloco.compression.blockwise import FP8, MXFP4, Blockwise, Int2, Int4, Int8
+from lightning_sdiloco.compression.casts import BFloat16, Float32
 from lightning_sdiloco.compression.fp4 import BLOCK
+from lightning_sdiloco.compression.sparse import RandomBlock, RandomK, Threshold, TopK
+from lightning_sdiloco.compression.wrapped import ByLink, ErrorFeedback
 from tests.bits import SPECIAL, same_bits, vector
 from tests.engine.groups import Groups, outer_state, unlike
 from tests.training import LAYERS
@@ -127,9 +108,6 @@ def round_trip(compression: Compression, values: Tensor) -> Tensor:
     out = torch.full_like(values, torch.nan)
     compression.decode(compression.encode(values), out)
     return out
-
-
-# --- what holds for every compression --------------------------------------------------------------------------------
 
 
 @given(
@@ -252,9 +230,6 @@ def test_laws(name: str) -> None:
         one.level = 3
 
 
-# --- finding one by name ---------------------------------------------------------------------------------------------
-
-
 def test_names() -> None:
     assert {name: case.compression for name, case in list(CASES.items())[: len(COMPRESSIONS)]} == COMPRESSIONS
     for name, one in COMPRESSIONS.items():
@@ -266,17 +241,14 @@ def test_names() -> None:
 def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
     kept = Threshold(0.1, FP4(), every=2)
     names = rf"compression=.*{', '.join(map(repr, COMPRESSIONS))}.*lightning_sdiloco\.compression\.Compression"
+    of_decay = r"decay=.* is out of range: .* use FP4\(\) itself"
     measured = "compression='auto' is for a Trainer, whose planner measures the link"
     refused: list[tuple[Callable[[Any], Any], tuple[Any, ...], str]] = [
         (resolve, ("fp5", "FP4", "", "+memory", "sparse+", None, 4, FP4, ["fp4"]), names),
         (resolve, ("auto",), measured),
         (lambda name: SimulatedGroups([torch.nn.Linear(2, 2)], compression=name), ("auto",), measured),
         (lambda share: TopK(share, Int2()), (0, 0.0, -0.1, 1.01, math.nan, True, "0.1"), r"share=.* 0\.02 sends 2 %"),
-        (
-            lambda decay: ErrorFeedback(FP4(), decay),
-            (0, -0.1, 1.01, math.nan, True, "0.9"),
-            r"decay=.* is out of range: .* use FP4\(\) itself",
-        ),
+        (lambda decay: ErrorFeedback(FP4(), decay), (0, -0.1, 1.01, math.nan, True, "0.9"), of_decay),
         (lambda least: Threshold(0.1, FP4(), least), (-0.1, math.nan, True, "3"), r"least=.* is out of range"),
         (lambda every: RandomK(every, FP4()), (0, -1, 1.5, True, "8"), r"every=.* is out of range"),
         (lambda every: RandomBlock(every, FP4()), (0, -1, 1.5, True, "8"), r"every=.* is out of range"),
@@ -293,9 +265,6 @@ def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
         for value in wrong:
             with pytest.raises(ValueError, match=f"(?s){told}"):
                 make(value)
-
-
-# --- whole numbers, microscaling, two bits ----------------------------------------------------------------------------
 
 
 LEVELS: dict[str, list[float]] = {
@@ -372,9 +341,6 @@ def test_payloads_byte_by_byte() -> None:
             assert compression.encode(torch.tensor([-largest])).tolist()[:2] == [top & 0xFF, top >> 8]
 
 
-# --- sparse ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ceiling() -> None:
     values = torch.ones(2 * PLACES)
     values[5], values[7], values[PLACES + 9], values[PLACES:] = 9.0, 4.0, 9.0, values[PLACES:] * 2
@@ -385,7 +351,15 @@ def test_a_threshold_sends_what_is_large_beside_the_mean_and_no_more_than_its_ce
     assert round_trip(Threshold(1 / 64, Float32(), least=3.5), values).count_nonzero() == 64
 
 
-def test_chance_picks_one_of_so_many_values_the_same_in_one_step() -> None:
+def reference_hash(number: int, step: int) -> int:
+    hashed = (number + 1) * 0x9E3779B1 + step * 0x85EBCA77
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed %= 1 << 32
+        hashed = (hashed ^ hashed >> shift) * factor
+    return hashed % (1 << 32)
+
+
+def test_chance_picks_one_of_so_many_values_the_same_in_one_step_and_on_every_machine() -> None:
     for chance in (RandomK(7, Float32()), RandomBlock(7, Float32())):
         for numel in (1, 6, 7, 8, PLACES, CHUNK + 9):
             values = heavy_tailed(numel)
@@ -402,26 +376,12 @@ def test_chance_picks_one_of_so_many_values_the_same_in_one_step() -> None:
         assert same_bits(decoded, round_trip(chance.at(5), one + other))
         # It is the same compression whatever was picked.
         assert (repr(chance.at(5)), chance.at(5).wire_bytes(100)) == (repr(chance), chance.wire_bytes(100))
-
-
-def reference_hash(number: int, step: int) -> int:
-    hashed = (number + 1) * 0x9E3779B1 + step * 0x85EBCA77
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        hashed %= 1 << 32
-        hashed = (hashed ^ hashed >> shift) * factor
-    return hashed % (1 << 32)
-
-
-def test_chance_is_the_same_on_every_machine() -> None:
     for step in (0, 1, 100, 10**9):
         decoded = round_trip(RandomK(1000, Float32()).at(step), torch.ones(3700))
         expected = [1000 * cell + reference_hash(cell, step) % (1000 if cell < 3 else 700) for cell in range(4)]
         assert decoded.nonzero().flatten().tolist() == expected
         decoded = round_trip(RandomBlock(7, Float32()).at(step), torch.ones(700))
         assert decoded.nonzero().flatten().tolist()[0] == 100 * (reference_hash(0, step) % 7)
-
-
-# --- fp4 -------------------------------------------------------------------------------------------------------------
 
 
 def float32(bits: int) -> float:
@@ -595,14 +555,6 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
             assert torch.equal(places, (decoded != 0).float())
     assert repr(Threshold(0.5, Float32(), every=3, over="senders")).endswith("over='senders', every=3)")
     assert repr(TopK(0.5, Float32())) == "TopK(share=0.5, values=Float32())", "that of checkpoints without `over`"
-
-
-def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_are_not() -> None:
-    rough, kept = noise(4 * PLACES), Threshold(1 / 64, Int2(), every=6)
-    _, sizes = launched(kept, [rough * factor for factor in (1, 0.9, 0.5, 0.1, 0, 9, 0.1)])
-    most = kept.wire_bytes(4 * PLACES)
-    assert sizes[0] == sizes[5] == sizes[6] == most, "the last one is the first with new thresholds"
-    assert most / 2 > sizes[1] > sizes[2] >= sizes[3] == sizes[4] == 2 * 4
 
 
 # --- what is compiled in C gives the bits of the operations of torch, which do without it ----------------------------

@@ -16,6 +16,8 @@ from lightning_sdiloco.engine.flight import StepClock
 from tests.training import batch, inner_optimizer, mlp
 
 Values = dict[str, Tensor]
+MEAN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0}
+"""With these the mean over groups is what the outer parameters become, and what every group takes."""
 
 
 def copied(values: Any) -> Values:

@@ -28,10 +28,7 @@ from tests.known_training import GROUPS, SHORT, STEPS, Seen, Training, floating,
 from tests.pretend import IS_POSSIBLE, Event, Race, Stream, alone, current_stream, stream, synchronisations
 from tests.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python"),
-]
+pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
 
 
 def ones(length: int = 4) -> Tensor:
@@ -185,8 +182,6 @@ def test_in_one_process_bits_are_those_of_the_cpu_copies_wait_for_the_device_and
     assert found == digest(values, start=7)
     assert len(log) == 1
 
-
-# What is on the device while outer state rests on the host
 
 WIDTH = 64
 COPY = 4 * WIDTH * WIDTH  # bytes of a float32 copy of a fragment

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,26 +17,13 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from lightning_sdiloco import AgreementError, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK, resolve
 from lightning_sdiloco.engine import start
-from tests.engine.groups import Groups, Values, copied, message, unlike, with_statistics
+from tests.engine.groups import MEAN, Groups, Values, copied, message, unlike, with_statistics
 from tests.ranks import run_ranks
 from tests.training import LAYERS, mlp
 
 
 def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -> None:
     """Of what groups take up where they go on: at a launch, where they take their mean, and where they end."""
-
-    def outer(state: Any) -> None:
-        state["fragments"][2]["outer"][5] += 1e-7
-
-    def buffers(state: Any) -> None:
-        state["fragments"][3]["buffers"][0][1] += 1e-6
-
-    def momentum(state: Any) -> None:
-        own = state["fragments"][1]
-        own["state"] = {"momentum_buffer": torch.full_like(own["outer"], 1e-6)}
-
-    def late(state: Any) -> None:
-        state["counts"]["inner_steps"] = 0
 
     def train(groups: SimulatedGroups) -> None:
         for _ in range(8):
@@ -44,18 +32,27 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
 
     settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
     told = r"do not hold the same outer {} at the launch of fragment {} .*\(group 0: .*, group 1: "
-    for spoil, act, choices, words in (
-        (outer, train, {}, told.format("parameters", 2)),
-        (outer, SimulatedGroups.group_mean, {}, told.format("parameters", 2)),
-        (outer, SimulatedGroups.finish, {}, told.format("parameters", 2)),
-        (buffers, train, {}, told.format("parameters and buffers", 3)),
-        (momentum, train, {"warmup_steps": 8}, told.format("optimizer state", 1)),
-        (late, train, {"fragments": [["*"]]}, r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"),
+    late = r"not at the same point .* \(group 0: \(0, 8\), group 1: \(0, 4\)\)"
+    for spoiled, act, choices, words in (
+        ("outer", train, {}, told.format("parameters", 2)),
+        ("outer", SimulatedGroups.group_mean, {}, told.format("parameters", 2)),
+        ("outer", SimulatedGroups.finish, {}, told.format("parameters", 2)),
+        ("buffers", train, {}, told.format("parameters and buffers", 3)),
+        ("momentum", train, {"warmup_steps": 8}, told.format("optimizer state", 1)),
+        ("steps", train, {"fragments": [["*"]]}, late),
     ):
         run = Groups(net=with_statistics, **{**settings, **choices})
         run.until(4)
         state = copy.deepcopy(run.engines[1].state_dict())
-        spoil(state)
+        fragments = state["fragments"]
+        if spoiled == "outer":
+            fragments[2]["outer"][5] += 1e-7
+        elif spoiled == "buffers":
+            fragments[3]["buffers"][0][1] += 1e-6
+        elif spoiled == "momentum":
+            fragments[1]["state"] = {"momentum_buffer": torch.full_like(fragments[1]["outer"], 1e-6)}
+        else:
+            state["counts"]["inner_steps"] = 0
         run.engines[1].load_state_dict(state)
         with pytest.raises(AgreementError, match=words):
             act(run.groups)
@@ -83,10 +80,8 @@ def test_a_rank_whose_processor_rounds_otherwise_is_named() -> None:
             # What torch takes where the processor multiplies and adds in two roundings; only a new process can choose.
             program = "from lightning_sdiloco.engine import start; print(start.rounding())"
             other = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
-            made = subprocess.run(
-                [sys.executable, "-c", program], env=other, capture_output=True, text=True, check=True
-            )
-            start.rounding = lambda: made.stdout.strip()
+            made = subprocess.check_output([sys.executable, "-c", program], env=other, text=True)
+            start.rounding = made.strip
         StreamingDiLoCo(mlp(), fragments=LAYERS)
 
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
@@ -242,20 +237,17 @@ def test_a_buffer_that_changes_once_becomes_the_mean_of_all_groups_and_others_st
 
 
 def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype() -> None:
-    def write(model: Any, group: int) -> None:
+    def write(model: Any, group: int, more: float = 0.0) -> None:
         for values in model.state_dict().values():
-            values.fill_((4.0, 8.0)[group])
+            values.fill_((4.0, 8.0)[group] + more)
 
-    def write_exactly(model: Any, group: int) -> None:
-        model.weight.data.fill_((4.0, 8.0)[group] + 2**-40)
-
-    choices = {"sync_every": 1, "compression": "fp32", "mixing": 0.25, "outer_lr": 1.0, "outer_momentum": 0.0}
+    choices = {**MEAN, "sync_every": 1, "compression": "fp32", "mixing": 0.25}
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         models, _ = played(1, 1, write, dtype=dtype, **choices)
         # A quarter of the own value, and three quarters of the mean, which is 6.
         assert [model.weight.tolist() for model in models] == [[5.5] * 3, [6.5] * 3]
         assert [model.buffer_0.item() for model in models] == [5.5, 6.5]
-    models, _ = played(1, 1, write_exactly, dtype=torch.float64, **choices)
+    models, _ = played(1, 1, partial(write, more=2**-40), dtype=torch.float64, **choices)
     assert models[0].weight.tolist() == [5.5 + 2**-42] * 3, "the own share is not rounded to float32"
 
 

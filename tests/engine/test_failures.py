@@ -8,6 +8,8 @@ import sys
 import time
 import traceback
 from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -70,7 +72,7 @@ def test_a_group_that_is_not_finite_is_left_out_by_all_and_recovers(compression:
     assert unlike(*(run.models[1].state_dict() for run in runs[2:])) == ["0.weight", "0.bias"]
 
 
-def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_all_groups_at_once() -> None:
+def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_and_not_before_and_all_at_once() -> None:
     for resumed_after in ((), (5,), (4, 8)):
         run = Groups(**ONE)
         for step in range(1, 12):
@@ -82,10 +84,8 @@ def test_a_group_that_stays_not_finite_ends_the_run_at_the_third_time_in_a_row_a
     run.until(3)
     with pytest.raises(AgreementError, match=r"fragment 0, .* not finite in any worker group \(group 0, group 1\)"):
         poisoned(run, 0, 1)
-
-
-def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error_and_nor_is_an_overflown_norm() -> None:
-    # In the second case each event is told of twice: a fragment is launched just before the group recovers.
+    # What several fragments tell of is no error, and nor is twice with a recovery. In the second case they tell of each
+    # event twice: a fragment is launched just before the group recovers.
     every_layer = {"fragments": LAYERS, "compression": "fp32"}
     for every, overlap_steps, often, choices in (
         (4, 0, True, ONE),
@@ -98,6 +98,7 @@ def test_what_several_fragments_tell_of_and_twice_with_a_recovery_is_no_error_an
             poisoned(run, *([1] if is_poisoned else []), everywhere=True)
             run = run.resumed() if every == 4 and not often else run
         assert is_finite(run)
+    # Nor is an overflown norm.
     run = Groups(**ONE, compression="fp32", mixing=0.0)
     run.until(3)
     (landing,) = run.step(then=lambda models: [parameter.fill_(1e38) for parameter in models[1].parameters()])
@@ -161,9 +162,6 @@ def test_buffers_that_are_not_finite_reach_no_other_group_and_not_the_outer_mode
             run.groups.finish()
         found = run.models[0][7].running_var if finishes else shown(run, 1, run.groups.group_mean())[1]
         assert torch.equal(found, expected)
-
-
-# Groups that do not answer, or that die
 
 
 def stopping(rank: int, world_size: int, groups: int, stalls: bool) -> None:
@@ -252,16 +250,11 @@ TIMEOUT = 2.0  # ranks that start later than this would fail before
 GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
 
 
+interrupt, pause = partial(signal.raise_signal, signal.SIGINT), partial(time.sleep, 2 * TIMEOUT)
+
+
 def boom() -> None:
     raise ArithmeticError("boom")
-
-
-def interrupt() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def pause() -> None:
-    time.sleep(2 * TIMEOUT)
 
 
 def fitted(
@@ -314,11 +307,7 @@ def test_a_rank_waits_for_those_of_its_group_and_for_all_others_for_the_timeout(
 
 
 def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_keeps_nobody_from_ending() -> None:
-    class Silent:
-        def compare_set(self, *args: Any) -> bytes:
-            time.sleep(60)
-            return b""
-
+    silent: Any = SimpleNamespace(compare_set=lambda *args: time.sleep(60))
     store = torch.distributed.HashStore()
     earlier, later = ([Failures(store, rank, rank, 2) for rank in range(2)] for _ in range(2))
     earlier[1].leave(ValueError("boom"))
@@ -330,6 +319,6 @@ def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_ke
     assert sys.version_info < (3, 11) or error.__notes__[0].startswith(told)
 
     error, started = ExchangeError("worker group 0 went away"), time.monotonic()
-    Failures(Silent(), 1, 1, 2).leave(error)
+    Failures(silent, 1, 1, 2).leave(error)
     assert time.monotonic() - started < 10
     assert sys.version_info < (3, 11) or error.__notes__ == [GONE]

@@ -1,15 +1,19 @@
 """Policies: when fragments launch, how much groups count, how they land and with whom; and choices that are refused.
 
 That an engine follows them, `test_reference` and `test_every_way` show, of routes plain loops and closed forms here.
+Then what is chosen for ``"auto"``, what suits ``"sparse"``, that a checkpoint has the last word, and the schedule
+against the paper's rule, for many (H, P, tau).
 """
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import exp, inf
+from pathlib import Path
 from statistics import mean, pvariance
 from typing import Any
 
@@ -17,48 +21,32 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given, settings
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepLR
 
-from lightning_sdiloco import (
-    AgreementError,
-    Carry,
-    Control,
-    Count,
-    FastestPairs,
-    Federation,
-    Heard,
-    LandingRule,
-    LaunchSchedule,
-    OuterOptimizer,
-    RandomPairs,
-    Ring,
-    Route,
-    Schedule,
-    Selective,
-    SimulatedGroups,
-    StreamingDiLoCo,
-    StreamingDiLoCoStrategy,
-    TwoShot,
-    Weighing,
-)
-from lightning_sdiloco.algorithm.config import Settings
-from lightning_sdiloco.algorithm.schedule import Every
-from lightning_sdiloco.algorithm.weighting import Aggregation
+from lightning_sdiloco import Federation, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, StreamingDiLoCoStrategy
+from lightning_sdiloco.algorithm.config import SPARSE_GAINS, OuterStep, Settings, recommended
+from lightning_sdiloco.algorithm.gossip import FastestPairs, RandomPairs, Ring, Route
+from lightning_sdiloco.algorithm.merge import Carry, LandingRule
+from lightning_sdiloco.algorithm.reduce import TwoShot
+from lightning_sdiloco.algorithm.schedule import Every, Heard, LaunchSchedule, Schedule, Selective
+from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, Weighing
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Int8, RandomK, Threshold, TopK
+from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Float32, Int2, Int8, RandomK, Threshold, TopK
 from lightning_sdiloco.engine.checkpoint import restart_from
+from lightning_sdiloco.errors import AgreementError
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming, play
 from lightning_sdiloco.planning.workload import Groups as Hosts
 from lightning_sdiloco.planning.workload import Model
 from tests.algorithm.test_aggregation import said
-from tests.engine.groups import outer_state
-from tests.fits import refusal
+from tests.engine.groups import MEAN, Groups, outer_state, unlike, with_statistics
+from tests.fits import SHORT, refusal
 from tests.methods import ByMedian, ByNorm, ZScore
 from tests.ranks import run_ranks
+from tests.reference import is_launched
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
 # Policies of a user
@@ -113,8 +101,6 @@ class DelayCompensation(LandingRule):
         local.copy_(after + steps * (step + self.strength * step * step * (after - sent)))
 
 
-# When fragments launch
-
 SCHEDULES = st.builds(Schedule, st.integers(2, 12), st.just(0), st.integers(1, 5))
 
 
@@ -146,8 +132,8 @@ def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits
 
 def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     models, steps = [nn.Linear(4, 1, bias=False) for _ in range(2)], []
-    choices: dict[str, Any] = {"sync_every": 10, "overlap_steps": 0, "mixing": 0.0, "compression": "fp32"}
-    choices |= {"outer_lr": 1.0, "outer_momentum": 0.0, "warmup_steps": 5, "schedule": Selective(threshold=0.3, most=4)}
+    choices: dict[str, Any] = {"sync_every": 10, "overlap_steps": 0, "compression": "fp32", "warmup_steps": 5, **MEAN}
+    choices["schedule"] = Selective(threshold=0.3, most=4)
     groups = SimulatedGroups(models, **choices)
     for step in range(-4, 300):
         # By what a group moves in a step that it trains: one rests in half of the steps of every second round.
@@ -169,9 +155,6 @@ def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     ):
         state = {"sync_every": 10, "next": [20], "stride": [1], "rates": [[1.0, rate]]}
         assert Selective().heard(state, Heard(0, 20, counted, norms, trained))["stride"] == [stride]
-
-
-# How much groups count
 
 
 @pytest.mark.parametrize("weighing", [ByNorm(), ByMedian(), ZScore(warmup=1), Aggregation()])
@@ -265,13 +248,9 @@ FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"route": Ring(), "outer_lr": 0.4}, "momentum takes the place of an outer step"),
     ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, and there are 5"),
 ]
-FOR_SITES: list[tuple[str, Any]] = [
-    *(("schedule", one) for one in (Selective(), Rarer())),
-    *(("weighing", one) for one in (ByNorm(), ZScore(), ByMedian(), Loudest())),
-    *(("mixing", one) for one in (Carry(), DelayCompensation())),
-    ("exchange", TwoShot([1.0])),
-    ("route", RandomPairs()),
-]
+FOR_SITES: dict[str, list[Any]] = {"schedule": [Selective(), Rarer()], "mixing": [Carry(), DelayCompensation()]}
+FOR_SITES |= {"weighing": [ByNorm(), ZScore(), ByMedian(), Loudest()]}
+FOR_SITES |= {"exchange": [TwoShot([1.0])], "route": [RandomPairs()]}
 ALONE: list[tuple[Callable[..., Any], str, Any]] = [
     *((FastestPairs, *own) for own in (("window", 1), ("speeds", (1.0, 0.0)), ("speeds", ((1.0, 2.0), (1.0,))))),
     *((ByLink, *own) for own in (("menu", ()), ("menu", "fp4"), ("within", 0.0), ("within", "launch"))),
@@ -285,9 +264,10 @@ def test_what_cannot_be_or_does_not_go_together_is_refused_by_name() -> None:
     found += [(words, of_group(**{"route": RandomPairs(), "compression": "fp32", **own})) for own, words in FOR_ROUTES]
     found.append(("fewer than 4", refusal(SimulatedGroups, [mlp()] * 3, route=Ring(), compression="fp32")))
     federation = Federation(hub="localhost:1", run="r", site="a", insecure=True)
-    for name, one in FOR_SITES:
-        said = refusal(StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one})
-        found.append((f"{name}=.* does not go with a federation", said))
+    for name, every in FOR_SITES.items():
+        for one in every:
+            said = refusal(StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one})
+            found.append((f"{name}=.* does not go with a federation", said))
     for make, name, value in ALONE:
         found.append((re.escape(f"{name}=") if make is not FastestPairs else name, refusal(make, **{name: value})))
     found.append(("lengths that are not known beforehand", refusal(ByLink, [KEPT])))
@@ -322,7 +302,7 @@ def test_schedules_that_differ_between_ranks_are_refused() -> None:
         assert [text for text, (_, told) in zip(texts, differing, strict=True) if not re.search(told, text)] == []
 
 
-def test_the_state_of_other_fragments_or_outer_optimizers_is_refused() -> None:
+def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_that_groups_share() -> None:
     was = "another outer_optimizer.lr_schedule: it was CosineAnnealingLR"
     cosine = {rounds: scheduled(partial(CosineAnnealingLR, T_max=rounds)) for rounds in (50, 60)}
     sgd: dict[float, Any] = {lr: {"outer_optimizer": partial(SGD, lr=lr)} for lr in (0.1, 0.2)}  # of one name
@@ -337,10 +317,7 @@ def test_the_state_of_other_fragments_or_outer_optimizers_is_refused() -> None:
     for before, now, told in made:
         state = StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **before}).state_dict()
         assert re.search(told, refusal(StreamingDiLoCo(mlp(), **{"fragments": LAYERS, **now}).load_state_dict, state))
-
-
-def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> None:
-    """What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors."""
+    # What `load_state_dict` is given it keeps, so that optimizers that load one state share its tensors.
     models = [mlp() for _ in range(2)]
     optimizers = [inner_optimizer("adamw", model) for model in models]
     train_step(models[0], optimizers[0], 0, 1)
@@ -354,41 +331,25 @@ def test_simulated_groups_whose_optimizers_share_their_state_are_refused() -> No
 # Routes: groups that average with partners hold outer parameters of their own
 
 OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}
-PURE: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0}
 SPEEDS = (5.0, 1.0, 3.0, 3.0, 1.0, 2.0, 5.0)
 
 
-class Vector(nn.Module):
-    """A model that is one vector, drawn to a target of its group."""
-
-    def __init__(self, numel: int = 64) -> None:
-        super().__init__()
-        self.values = nn.Parameter(torch.zeros(numel))
-
-    @torch.no_grad()
-    def train_to(self, target: Tensor) -> None:
-        self.values += 0.1 * (target - self.values)
-
-
 def vectors(groups: int, numel: int = 64, **choices: Any) -> tuple[list[Any], SimulatedGroups]:
-    models = [Vector(numel) for _ in range(groups)]
+    """Groups whose model is one vector."""
+    models = [nn.ParameterList([torch.zeros(numel)]) for _ in range(groups)]
     return models, SimulatedGroups(models, **{"sync_every": 4, "overlap_steps": 0, "compression": "fp32", **choices})
 
 
 def stacked(models: Sequence[Any]) -> Tensor:
-    return torch.stack([model.values.detach().double() for model in models])
+    return torch.stack([model[0].detach().double() for model in models])
 
 
 def begin(models: Sequence[Any], seed: int) -> Tensor:
     """Gives every group values of its own."""
-    start = torch.randn(len(models), models[0].values.numel(), generator=torch.Generator().manual_seed(seed))
+    start = torch.randn(len(models), models[0][0].numel(), generator=torch.Generator().manual_seed(seed))
     for model, values in zip(models, start, strict=True):
-        model.values.data.copy_(values)
+        model[0].data.copy_(values)
     return start.double()
-
-
-def own_outer(groups: SimulatedGroups) -> Tensor:
-    return torch.stack([torch.cat([own["outer"] for own in outer_state(engine)]).double() for engine in groups.engines])
 
 
 def ring_numbers(groups: int) -> tuple[float, float]:
@@ -424,7 +385,7 @@ def test_routes_follow_plain_loops(route: Route) -> None:
     sent, s = local, np.exp(-2 * rate)
     for step in range(1, 43):
         for model, target in zip(models, targets, strict=True):
-            model.train_to(target.float())
+            model[0].data += 0.1 * (target.float() - model[0].data)
         groups.step()
         local = local + 0.1 * (targets - local)
         if step % h == 0:
@@ -441,18 +402,19 @@ def test_routes_follow_plain_loops(route: Route) -> None:
             velocity = mu * velocity + outer - mean
             outer = mean if accelerated else outer - lr * velocity
             local = mixing * local + (1 - mixing) * outer
-        assert torch.allclose(own_outer(groups), outer, atol=2e-6)
+        held = [torch.cat([own["outer"] for own in outer_state(engine)]).double() for engine in groups.engines]
+        assert torch.allclose(torch.stack(held), outer, atol=2e-6)
         assert torch.allclose(stacked(models), local, atol=2e-6)
-    shown = groups.outer_state_dict()["values"]
+    shown = groups.outer_state_dict()["0"]
     assert torch.allclose(shown.double(), local.mean(0), atol=2e-6)
     groups.finish()
-    assert all(torch.equal(model.values, models[0].values) for model in models)
-    assert torch.allclose(models[0].values.double(), local.mean(0), atol=2e-6)
+    assert all(torch.equal(model[0], models[0][0]) for model in models)
+    assert torch.allclose(models[0][0].double(), local.mean(0), atol=2e-6)
 
 
 def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_end_of_the_warm_up_and_sends_to_partners_alone() -> None:
     for route in (RandomPairs(), FastestPairs(), Ring()):
-        choices = PURE if not isinstance(route, Ring) else {"mixing": 0.0}
+        choices = MEAN if not isinstance(route, Ring) else {"mixing": 0.0}
         for compression in ("fp32", "bf16", "int8", RandomK(4, Int8())):
             models, groups = vectors(5, 256, route=route, **{**choices, "compression": compression})
             mean, variance = (start := begin(models, 1)).mean(0), start.var(0).mean()
@@ -460,7 +422,7 @@ def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_end_of_the_warm_up_an
                 groups.step(idle=range(5))
                 assert torch.allclose(stacked(models).mean(0), mean, atol=1e-6), (route, compression)
             assert stacked(models).var(0).mean() < 0.5 * variance
-    models, groups = vectors(6, route=Neighbours(), warmup_steps=1, **{**PURE, "sync_every": 1})
+    models, groups = vectors(6, route=Neighbours(), warmup_steps=1, **{**MEAN, "sync_every": 1})
     groups.average_gradients()
     groups.step()
     expected = begin(models, 2)
@@ -487,9 +449,9 @@ def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_va
         groups.step()
     with pytest.raises(AgreementError, match="did not begin from the same outer parameters"):
         groups.step()
-    models, groups = vectors(4, route=RandomPairs(), **PURE)
+    models, groups = vectors(4, route=RandomPairs(), **MEAN)
     for group, model in enumerate(models):
-        model.values.data.fill_(float(group) if group else float("nan"))
+        model[0].data.fill_(float(group) if group else float("nan"))
     for _ in range(3):
         groups.step()
     assert [landing.left_out for landed in groups.step() for landing in landed] == [(0,)] * 4, "all know"
@@ -498,24 +460,15 @@ def test_digests_are_checked_between_partners_and_who_is_not_finite_takes_the_va
 
 
 def test_rounds_start_anew_from_the_mean() -> None:
-    models: list[Any] = [Vector() for _ in range(4)]
-    for model in models:
-        model.register_buffer("seen", torch.zeros(2))
     choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.0, "compression": "fp32", **OUTER}
-    groups = SimulatedGroups(models, **choices, route=RandomPairs())
-    for _ in range(9):
-        for group, model in enumerate(models):
-            model.train_to(torch.full((64,), float(group)))
-            model.seen += group
-        groups.step()
-    states = [engine.state_dict() for engine in groups.engines]
-    restart: Any = restart_from([[state] for state in states], Settings())
-    found = restart.parameters["values"]
-    assert torch.allclose(found.values.double(), own_outer(groups).mean(0))
-    own = [state["fragments"][0] for state in states]
+    run = Groups(4, "sgd", with_statistics, fragments=[["*"]], route=RandomPairs(), **choices)
+    run.until(9)
+    restart = restart_from([[engine.state_dict()] for engine in run.engines], Settings())
+    found, own = restart.parameters.values(), [outer_state(engine)[0] for engine in run.engines]
     for joined, parts in (
-        (found.state["momentum_buffer"], [of["state"]["momentum_buffer"] for of in own]),
-        (restart.buffers["seen"], [of["buffers"][0] for of in own]),
+        (torch.cat([one.values for one in found]), [of["outer"] for of in own]),
+        (torch.cat([one.state["momentum_buffer"] for one in found]), [of["state"]["momentum_buffer"] for of in own]),
+        (restart.buffers["7.running_mean"], [of["buffers"][0] for of in own]),
     ):
         assert torch.allclose(joined, torch.stack(parts).mean(0))
         assert not torch.allclose(joined, parts[0])
@@ -556,3 +509,150 @@ def test_the_clock_knows_unequal_links_and_pairs() -> None:
         method = Streaming(Model.of_size(10**7, layers=1), settings, hosts)
         end = play(method, links[0], steps, [1.0] * 4, links=links)[0].steps[-1]
         assert end == pytest.approx(steps + rounds * 3.2, rel=0.01)
+
+
+# Numbers and schedules
+
+SENDERS = ErrorFeedback(TopK(1 / 64, Int2(), over="senders"), decay=0.95)
+
+
+def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_suit_it_get_one_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kinds: dict[Any, bool] = {
+        "sparse": True,
+        ErrorFeedback(Threshold(1 / 64, Float32(), least=1.5)): True,
+        "fp4": False,
+        ErrorFeedback(FP4()): False,
+        ErrorFeedback(TopK(0.5, Int2())): False,  # most values do not wait
+        TopK(1 / 64, Int2()): False,  # without a memory, momentum is worth what it is elsewhere
+        ErrorFeedback(RandomK(64, FP4())): False,  # all groups send the same values
+    }
+    for compression, is_sparse in kinds.items():
+        chosen = Settings(compression=compression).chosen_for(2)
+        assert OuterStep(**chosen.numbers) == recommended(is_sparse)
+        assert (chosen.outer_momentum == 0) == is_sparse
+    sparse = recommended(is_sparse=True)
+    assert SPARSE_GAINS[0] < sparse.outer_lr / (1 - sparse.outer_momentum) < SPARSE_GAINS[1]
+    assert Settings(compression="sparse", outer_momentum=0.0).chosen_for(2).outer_lr == sparse.outer_lr
+    # A momentum that was given does not get the rate of none.
+    assert Settings(compression="sparse", outer_momentum=0.9).chosen_for(2).outer_lr == recommended().outer_lr
+    assert Settings(compression=SENDERS).chosen_for(4).outer_lr == 1.0 < sparse.outer_lr
+    cases: list[tuple[dict[str, Any], bool]] = [
+        ({"outer_momentum": 0.9}, True),
+        ({"outer_lr": 4.0}, True),
+        ({}, False),
+        ({"outer_lr": 1.0, "outer_momentum": 0.5}, False),
+        ({"outer_lr": 0.4, "outer_momentum": 0.9, "compression": "fp4"}, False),
+        ({"outer_optimizer": partial(torch.optim.SGD, lr=0.1)}, False),
+        *(
+            ({"outer_lr": rate, "outer_momentum": 0.0, "compression": SENDERS}, is_bad)
+            for rate, is_bad in ((0.1, True), (1.0, False), (3.2, True))
+        ),
+    ]
+    for choices, is_bad in cases:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            SimulatedGroups([mlp() for _ in range(4)], **{"compression": "sparse", **choices})
+        told = [record.getMessage() for record in caplog.records if "known not to suit" in record.getMessage()]
+        assert len(told) == is_bad, choices
+        suits = recommended(is_sparse=True)._replace(**({"outer_lr": 1.0} if choices.get("compression") else {}))
+        for message in told:
+            assert f"chooses outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
+
+
+def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(tmp_path: Path) -> None:
+    given = {"outer_lr": 0.4, "outer_momentum": 0.9, "mixing": 0.5}
+    for compression in ("fp4", "sparse"):
+        assert Settings(**given, compression=compression).chosen_for(4).numbers == given
+    for engine in SimulatedGroups([mlp(), mlp()], outer_momentum=0.5).engines:
+        assert engine.settings.numbers == {**recommended()._asdict(), "outer_momentum": 0.5}
+        assert engine.settings.numbers.items() <= engine.report().items()
+    own = Settings(outer_optimizer=partial(torch.optim.SGD, lr=0.1)).chosen_for(2)
+    assert own.numbers == {"mixing": recommended().mixing}, "an outer optimizer has its own rate"
+    assert not {"outer_lr", "outer_momentum"} & own.fixed_by_a_checkpoint().keys()
+    # What a checkpoint has is not chosen anew.
+    saved = Settings(outer_lr=1, mixing=0.3).chosen_for(2).fixed_by_a_checkpoint()
+    taken = Settings(outer_momentum=0.25).taken_from(saved)
+    assert taken.numbers == {"outer_lr": 1, "outer_momentum": 0.25, "mixing": 0.3}
+    assert {**taken.fixed_by_a_checkpoint(), "outer_momentum": saved["outer_momentum"]} == saved
+    assert Settings().taken_from(Settings().fixed_by_a_checkpoint()) == Settings(), "saved before the choice"
+    assert StreamingDiLoCo(mlp(), **SHORT).state_dict()["settings"]["outer_lr"] == repr(recommended().outer_lr)
+    numbers = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
+    whole, resumed = Groups(**SHORT, **numbers), Groups(**SHORT)
+    whole.until(9)
+    resumed.load(whole.saved())
+    for run in (whole, resumed):
+        run.until(15)
+    assert unlike(whole.seen(), resumed.seen()) == []
+    assert resumed.engines[0].state_dict()["settings"]["mixing"] == "0.375"
+    path = tmp_path / "a.ckpt"
+    StreamingDiLoCo(mlp(), **SHORT, **numbers).save(path)
+    engine = StreamingDiLoCo(mlp(), **SHORT)
+    engine.load(path)
+    assert engine.settings.numbers == numbers
+    with pytest.raises(ValueError, match=r"outer_lr was 0.625, now it is 0.5\."):
+        StreamingDiLoCo(mlp(), **SHORT, outer_lr=0.5).load(path)
+
+
+Event = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Any valid (H, P, tau); more fragments than steps included."""
+    sync_every = draw(st.integers(1, 40))
+    return Schedule(sync_every, draw(st.integers(0, sync_every - 1)), draw(st.integers(1, 60)))
+
+
+def happens(schedule: Schedule, first: int, last: int) -> list[Event]:
+    """The steps of a range in which fragments launch or land, by line 6 of the algorithm."""
+
+    def due(step: int) -> tuple[int, ...]:
+        every = range(schedule.fragments)
+        return tuple(p for p in every if is_launched(step, p, schedule.fragments, schedule.sync_every))
+
+    events = [(step, due(step), due(step - schedule.overlap_steps)) for step in range(first, last + 1)]
+    return [event for event in events if event[1] or event[2]]
+
+
+def parsed(table: str) -> list[Event]:
+    """The lines of a table below its header, read back."""
+    header, *lines = [re.split(" {2,}", line.strip()) for line in table.split("\n")]
+    assert header == ["step", "launches", "lands"]
+    cells = [[() if cell == "-" else tuple(map(int, cell.split(","))) for cell in line[1:]] for line in lines]
+    return [(int(line[0]), own[0], own[1]) for line, own in zip(lines, cells, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@example(Schedule(100, 5, fragments=3), 1, 100, 10**9)  # no fragment is missed by rounding
+@example(Schedule(2, 1, fragments=5), 1, 100, 10**9)  # and many share a step
+@given(schedules(), st.integers(1, 200), st.integers(0, 100), st.integers(10**9, 10**12))
+def test_launches_and_landings_are_those_of_the_paper(schedule: Schedule, since: int, length: int, far: int) -> None:
+    h, fragments = schedule.sync_every, range(schedule.fragments)
+    expected = happens(schedule, -h, 5 * h)
+    every = [(step, schedule.launches(step), schedule.landings(step)) for step in range(-h, 5 * h + 1)]
+    assert [one for one in every if one[1] or one[2]] == expected
+    in_flight = list[int]()
+    for _, launched, landed in expected:
+        # Flights land in the order of their launch, and never are there two of one fragment.
+        in_flight += launched
+        assert len(in_flight) == len(set(in_flight))
+        assert [in_flight.pop(0) for _ in landed] == list(landed)
+    assert [p for step, launched, _ in expected for p in launched if 3 * h <= step < 4 * h] == list(fragments)
+    assert [min(step for step, own, _ in expected if p in own) - h for p in fragments] == [
+        schedule.offset(p) for p in fragments
+    ]
+    assert schedule.launches(far) == schedule.launches(2 * h + far % h)
+    # The longest wait is that of the worst step to ask at.
+    launches = [step for step, own, _ in happens(schedule, since, since + 5 * h) if own]
+    waits = [min(t for t in launches if t > at) + schedule.overlap_steps - at for at in range(since, since + 3 * h)]
+    assert schedule.longest_wait(since) == max(waits)
+    # The table shows what happens; by default it ends when every fragment has landed twice.
+    assert parsed(schedule.table(since, since + length)) == happens(schedule, since, since + length)
+    by_default = parsed(schedule.table())
+    assert by_default == happens(schedule, 1, by_default[-1][0])
+    assert min([p for *_, landed in by_default for p in landed].count(p) for p in fragments) >= 2
+    assert str(schedule) == schedule.table()
+    header, first, *_ = str(Schedule(2, 1, 2)).split("\n")
+    assert header.index("lands") == first.rindex("-")

@@ -11,19 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import (
-    CosineAnnealingLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    SequentialLR,
-    StepLR,
-)
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
 from lightning_sdiloco import Carry, Landing, OuterOptimizer, StreamingDiLoCo, WorkerGroups
 from tests.bits import BIG, same_bits
-from tests.engine.groups import Groups, Values, copied, grouped, outer_state, unlike
+from tests.engine.groups import MEAN, Groups, Values, copied, grouped, outer_state, unlike
 from tests.ranks import run_ranks
 from tests.reference import Result, run
 from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
@@ -50,7 +42,7 @@ def assert_same(actual: Values, expected: Values, outer_steps: int) -> None:
 
 # Answers that are known, for the loops
 
-PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "mixing": 0.0, "overlap_steps": 0}
+PLAIN: dict[str, Any] = {**MEAN, "overlap_steps": 0}
 
 
 def alone(inner: str, group: int, steps: int) -> list[Values]:
@@ -164,10 +156,6 @@ class Walk(nn.Module):
         return [torch.randint(-1, 2, (size,), generator=generator).float() for size in (5, 3, 7)], None
 
 
-def cut(fragments: int) -> list[list[str]]:
-    return [[f"parts.{part}" for part in range(3)][index::fragments] for index in range(fragments)]
-
-
 MICRO_BATCHES = {1: [1], 2: [1, 3], 4: [1, 1, 2, 4]}  # their sums are powers of two, without the last one too
 STREAMING: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "mixing": 0.5, "outer_lr": 0.5, "outer_momentum": 0.5}
 HALVES = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda number: 0.5**number))
@@ -197,7 +185,8 @@ def differences(rank: int, world_size: int) -> dict[str, Any]:
 
         counts = {"idle": idle, "micro_batches": lambda group, step, groups=groups: MICRO_BATCHES[groups][group]}
         for case, (fragments, both, loops, own) in EXACT.items():
-            choices = {**both, **(counts if case == "idle" else {}), "fragments": cut(fragments)}
+            cut = [[f"parts.{part}" for part in range(index, 3, fragments)] for index in range(fragments)]
+            choices = {**both, **(counts if case == "idle" else {}), "fragments": cut}
             models: list[nn.Module] = [Walk() for _ in range(groups)]
             optimizers = [inner_optimizer("whole", model) for model in models]
             expected = run(models, optimizers, Walk.batch, lambda y, _: y, **{"steps": 14, **choices, **loops})
@@ -258,8 +247,6 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(data: Any, batches:
 
 # The outer step, for any optimizer and any schedule
 
-Schedule = Callable[[Optimizer], LRScheduler]
-
 
 def warm_up_and_cosine(optimizer: Optimizer) -> LRScheduler:
     """Up for three rounds, then down for ten."""
@@ -276,13 +263,7 @@ class Decaying(LRScheduler):
         return self.base_lrs
 
 
-SCHEDULES: list[Schedule | None] = [
-    None,
-    warm_up_and_cosine,
-    lambda optimizer: LambdaLR(optimizer, lambda number: 0.5**number),
-    partial(OneCycleLR, max_lr=0.7, total_steps=20),
-    Decaying,
-]
+SCHEDULES = [None, warm_up_and_cosine, HALVES.lr_schedule, partial(OneCycleLR, max_lr=0.7, total_steps=20), Decaying]
 NESTEROV = partial(SGD, lr=0.4, momentum=0.9, nesterov=True)
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "default": NESTEROV,
@@ -380,17 +361,14 @@ def test_hooks_and_attributes_of_the_users_optimizer_take_part_in_every_step_and
     assert len(made) == calls, "the factory is called at the start only"
 
 
-def test_fragments_may_have_rates_of_their_own() -> None:
+def test_fragments_may_have_rates_of_their_own_and_a_schedule_that_ends_before_the_training_is_refused() -> None:
     def apart(shards: Any) -> Optimizer:
         return SGD([{"params": [shard], "lr": 0.1 * (i + 1)} for i, shard in enumerate(shards)], lr=1.0)
 
-    schedule = partial(StepLR, step_size=1, gamma=0.5)
-    outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=OuterOptimizer(apart, lr_schedule=schedule))
+    halving = OuterOptimizer(apart, lr_schedule=HALVES.lr_schedule)
+    outer = Stepped(torch.zeros(3), torch.zeros(3), outer_optimizer=halving)
     rates = [[landing.outer_lr for landing in outer.step(torch.ones(3), torch.ones(3))[1]] for _ in range(3)]
     assert rates == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
-
-
-def test_a_schedule_that_ends_before_the_training_is_refused() -> None:
     ended = OuterOptimizer(lr_schedule=partial(OneCycleLR, max_lr=0.7, total_steps=3))
     with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as the training has"):
         Groups(inner="sgd", sync_every=8, fragments=LAYERS, overlap_steps=3, outer_optimizer=ended).until(48)
