@@ -557,6 +557,14 @@ def test_who_sent_a_value_is_read_from_the_payload() -> None:
     assert repr(TopK(0.5, Float32())) == "TopK(share=0.5, values=Float32())", "that of checkpoints without `over`"
 
 
+def test_a_threshold_sends_less_while_values_are_calm_and_all_it_may_where_they_are_not() -> None:
+    rough, kept = noise(4 * PLACES), Threshold(1 / 64, Int2(), every=6)
+    _, sizes = launched(kept, [rough * factor for factor in (1, 0.9, 0.5, 0.1, 0, 9, 0.1)])
+    most = kept.wire_bytes(4 * PLACES)
+    assert sizes[0] == sizes[5] == sizes[6] == most, "the last one is the first with new thresholds"
+    assert most / 2 > sizes[1] > sizes[2] >= sizes[3] == sizes[4] == 2 * 4
+
+
 # --- what is compiled in C gives the bits of the operations of torch, which do without it ----------------------------
 
 ROOT = Path(__file__).parents[2]
