@@ -459,6 +459,6 @@ def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
         assert words in told
         assert told.endswith(".")
     # Lightning itself looks at the precision only where the strategy is an object.
-    trainer = fits.trainer(strategy="streaming_diloco_model_parallel", devices=2, precision="64-true")
+    trainer = fits.trainer(strategy="streaming_diloco_model_parallel", devices=2, precision="64-true", max_steps=1)
     told = refusal(trainer.fit, sharded.sharded(), batches(rank))
     assert "precision='64-true' does not work with sharded models" in told

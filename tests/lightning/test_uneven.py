@@ -117,9 +117,12 @@ def in_two(self: Any, parts: Any, index: int) -> Any:
     return sum(training_step(self, parts[name], index) for name in ("a", "b"))
 
 
-def from_the_iterator(self: Any, dataloader_iter: Any) -> Any:
+def step_of_the_iterator(self: Any, dataloader_iter: Any) -> Any:
     parts, index, _ = next(dataloader_iter)
     return training_step(self, parts, index)
+
+
+from_the_iterator = partial(noting, training_step=step_of_the_iterator)
 
 
 def reloaded(self: Any) -> Any:
@@ -217,9 +220,9 @@ def after(batches: int) -> str:
     return f"has no more batches in epoch 0 after {batches}, and others have."
 
 
-def unequal(text: str, decided: int) -> tuple[str, str]:
-    words = f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all"
-    return words, ""
+def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
+    text = ", ".join(f"group {group} has {number}" for group, number in enumerate(numbers))
+    return f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all", ""
 
 
 def case(batches: tuple[int, ...], epochs: list[int], lengths: tuple[int | None, ...] = (), **more: Any) -> Case:
@@ -228,7 +231,7 @@ def case(batches: tuple[int, ...], epochs: list[int], lengths: tuple[int | None,
     return Case(batches, epochs, lengths, more, **fields)
 
 
-FEWEST = unequal("group 0 has 7, group 1 has 10", 7)
+FEWEST = unequal(7, 10, decided=7)
 # With sync_every=4 and overlap_steps=2 launches are after 4, 8, 12, ... inner steps, and land two later.
 CASES = {
     # Known lengths: the fewest batches decide.
@@ -237,26 +240,22 @@ CASES = {
         (8, 12),
         [4, 4],
         (8, 12),
-        says=unequal("group 0 has 4, group 1 has 6", 4),
+        says=unequal(4, 6, decided=4),
         validates=[(0, 1), (0, 3), (1, 1), (1, 3)],
         limit_train_batches=0.5,
         val_check_interval=0.5,
     ),
-    "known in one group": case(
-        (6, 20), [6, 6], (6, None), says=unequal("group 0 has 6, group 1 has an unknown number", 6)
-    ),
+    "known in one group": case((6, 20), [6, 6], (6, None), says=unequal(6, "an unknown number", decided=6)),
     "reloaded": case(
         (6, 7),
         [6, 6, 4, 4],
         loader=lambda place: None,
-        says=unequal("group 0 has 6, group 1 has 7", 6),
+        says=unequal(6, 7, decided=6),
         make=partial(noting, train_dataloader=reloaded),
         reload_dataloaders_every_n_epochs=2,
         max_epochs=4,
     ),
-    "dataloader_iter": case(
-        (7, 10), [7, 7], (7, 10), make=partial(noting, training_step=from_the_iterator), says=FEWEST
-    ),
+    "dataloader_iter": case((7, 10), [7, 7], (7, 10), make=from_the_iterator, says=FEWEST),
     # Unknown lengths: all end after the last batch that any has ...
     "streams": case((7, 10), [10, 10]),
     "epochs shorter than a round": case((2, 3), [3, 3, 3], max_epochs=3, choices={"sync_every": 8}),
@@ -294,7 +293,7 @@ CASES = {
     "resumed": case((5, 25), [10, 8, 8], resumes=(5, 9, 10.5, 11, 16), max_epochs=3),
     # The loader of the second group is cut short.
     "resumed with the last batch of an epoch of known length": case(
-        (5, 8), [5, 5], (5, 8), says=unequal("group 0 has 5, group 1 has 8", 5), resumes=(5,)
+        (5, 8), [5, 5], (5, 8), says=unequal(5, 8, decided=5), resumes=(5,)
     ),
     # 5: the last batch of an epoch; 6: the first; 9: in flight.
     "resumed where all end together": case(
@@ -319,7 +318,7 @@ CASES = {
         (5, 6),
         [5, 5],
         loader=lambda place: Announced(place, 5 + place[0] + 2 * place[1]),
-        says=unequal("group 0 has 5 and 7, group 1 has 6 and 8", 5),
+        says=unequal("5 and 7", "6 and 8", decided=5),
     ),
     # The launch after 4 lands after 6, and that after 12 lands after 14.
     "three groups": case((3, 9, 30), [6, 8], groups=3),
@@ -374,8 +373,8 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
 
 def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
     def run(rank: int, world_size: int) -> None:
-        make, choices = partial(noting, training_step=from_the_iterator), {"timeout": timedelta(seconds=2)}
-        run_fit(rank, world_size, CASES["streams"].load, make=make, choices=choices)
+        choices = {"timeout": timedelta(seconds=2)}
+        run_fit(rank, world_size, CASES["streams"].load, make=from_the_iterator, choices=choices)
 
     assert sorted(run_processes(run, 2, expect_failure=True)) == [0, 1]
 
