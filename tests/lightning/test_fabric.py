@@ -16,7 +16,6 @@ from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabric
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Record
-from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.bits import same
@@ -123,14 +122,11 @@ def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution
 
 @in_ranks(1)
 def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(rank: int) -> None:
-    class Here(Federation):
-        def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-            return hub.connect("a")
-
     hub = InProcessHub("run", 1)
+    here = type("Here", (Federation,), {"connect": lambda *_, **__: hub.connect("a")})
     # It says what worker groups send, of which a site knows nothing.
     fabric_room.Announcement = None  # type: ignore[assignment, misc]
-    fabric = fabric_of(1, worker_groups="auto", federation=Here("hub:1", "run", "a", insecure=True))
+    fabric = fabric_of(1, worker_groups="auto", federation=here("hub:1", "run", "a", insecure=True))
     model, optimizer = fabric.setup(net := mlp(), inner_optimizer("adamw", net))
     for step in range(1, STEPS + 1):
         # Eight samples, in two halves.
