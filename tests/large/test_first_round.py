@@ -297,9 +297,7 @@ OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0]
 
 
 @in_ranks(2)
-def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
-    rank: int,
-) -> None:
+def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(rank: int) -> None:
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
         model = Seen()
         average = Average(model)
