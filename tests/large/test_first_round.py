@@ -10,10 +10,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import WorkerGroups
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
@@ -22,11 +21,14 @@ from tests.engine.groups import Groups
 from tests.engine.test_agreement import same as same_states
 from tests.fits import SomeBatches, refusal, said_by, since
 from tests.large.models import Batches, batch, held, made, sharded
+from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks, run_ranks
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
+saving = partial(pl.callbacks.ModelCheckpoint, filename="{step}", save_top_k=-1)
+callback = pl.callbacks.LambdaCallback
 
 
 class Again(SomeBatches):
@@ -72,18 +74,6 @@ class Seen(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=2e-3)
-
-
-def callback(**hooks: Any) -> Any:
-    """A callback with these hooks, each of which takes trainer and module."""
-    made = {
-        name: staticmethod(lambda trainer, module, *_, hook=hook: hook(trainer, module)) for name, hook in hooks.items()
-    }
-    return type("Hooks", (pl.Callback,), made)()
-
-
-def saving(folder: Path, **choices: Any) -> pl.callbacks.ModelCheckpoint:
-    return pl.callbacks.ModelCheckpoint(folder, **{"filename": "{step}", "save_top_k": -1, **choices})
 
 
 def fit(rank: int, model: Any, strategy: Any, resume: Any = None, size: int = 1, **choices: Any) -> Any:
@@ -155,7 +145,7 @@ def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> N
     def run(resume: Path | None = None) -> list[dict[str, Tensor]]:
         local: list[dict[str, Tensor]] = []
 
-        def look(trainer: Any, module: Any) -> None:
+        def look(trainer: Any, module: Any, *_: Any) -> None:
             local.append(held(module))
             if not resume and trainer.global_step == 3 and rank == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -187,7 +177,7 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
 ) -> None:
     said, seen = said_by("lightning_sdiloco"), list[dict[str, Tensor]]()
 
-    def look(trainer: Any, module: Any) -> None:
+    def look(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 5 and rank == 1:
             told = trainer.strategy.lightning_module_state_dict()
             seen.extend([held(module), {name: values.clone() for name, values in told.items()}])
@@ -195,8 +185,7 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
             seen.append(held(module))
             raise ArithmeticError("enough")
 
-    callbacks = [pl.callbacks.OnExceptionCheckpoint(tmp_path)]
-    callbacks.append(callback(on_train_batch_end=look))
+    callbacks = [pl.callbacks.OnExceptionCheckpoint(tmp_path), callback(on_train_batch_end=look)]
     failing = {"max_steps": 15, "callbacks": callbacks, "kind": ArithmeticError}
     assert refusal(fit, rank, Seen(rank), fits.strategy(), **failing) == "enough"
     if rank == 0:
@@ -240,16 +229,12 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
     """On an exception a rank saves its own values, and waits for nobody."""
     told: list[str] = []
     fabric_room.rank_zero_info = told.append
-    strategy: Any = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50, fragments=[["*"]])
-    fabric = Fabric(accelerator="cpu", devices=4, strategy=strategy)
-    fabric.launch()
+    fabric = fabric_of(4, sync_every=50, overlap_steps=5, fragments=[["*"]])
     net = made("wide", rank)
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=2e-3))
     whole, model_alone = {"model": model, "optimizer": optimizer}, {"model": model}
     for step in range(1, 61):
-        fabric.backward(loss_of(model, rank // 2, step))
-        optimizer.step()
-        optimizer.zero_grad()
+        train(fabric, optimizer, loss_of(model, rank // 2, step))
         if step == 5 and rank == 0:
             try:
                 raise KeyboardInterrupt
@@ -268,7 +253,7 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
     assert same(file["first"], file["model"])
     torch.testing.assert_close(file["first"], expected)
     assert error_of(file["first"]) < 0.5 * INITIAL
-    assert same(file["landed"], strategy.outer_state_dict())
+    assert same(file["landed"], fabric.strategy.outer_state_dict())
     if rank == 0:
         assert ["holds the mean of the worker groups" in line for line in told] == [True, True, False]
         assert "Before you save the last one call fabric.strategy.finish()" in told[2]
@@ -280,32 +265,27 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
 class Average:
     """A moving average as people write it: it takes the place of the weights for a validation."""
 
-    def __init__(self, decay: float = 0.9) -> None:
-        self.decay, self.values, self.before = decay, dict[str, Tensor](), dict[str, Tensor]()
-        self.expected: list[dict[str, Tensor]] = []
+    def __init__(self, module: nn.Module, decay: float = 0.9) -> None:
+        self.module, self.decay, self.expected = module, decay, list[dict[str, Tensor]]()
+        self.values, self.before = dict[str, Tensor](), dict[str, Tensor]()
 
-    def update(self, trainer: Any, module: nn.Module) -> None:
-        for name, values in held(module).items():
+    def update(self, *_: Any) -> None:
+        for name, values in held(self.module).items():
             self.values[name] = torch.lerp(values, self.values.get(name, values), self.decay)
 
-    def swap_in(self, trainer: Any, module: nn.Module) -> None:
+    def swap_in(self, *_: Any) -> None:
         if self.values:
-            self.before = held(module)
-            module.load_state_dict(self.values)
+            self.before = held(self.module)
+            self.module.load_state_dict(self.values)
             self.expected += [dict(self.values)] * 2  # batches of a validation
 
-    def swap_out(self, trainer: Any, module: nn.Module) -> None:
+    def swap_out(self, *_: Any) -> None:
         if self.before:
-            module.load_state_dict(self.before)
+            self.module.load_state_dict(self.before)
             self.before = {}
 
     def hooks(self, begin: str, end: str) -> dict[str, Any]:
         return {"on_train_batch_end": self.update, begin: self.swap_in, end: self.swap_out}
-
-    def hook(self, module: Any, *swap: str) -> None:
-        """Lets the module itself swap."""
-        for name, do in self.hooks(*swap).items():
-            setattr(module, name, lambda *_, do=do: do(None, module))
 
 
 SWAPS = [
@@ -317,16 +297,15 @@ OWNERS = [("callback", SWAPS[0]), ("callback", SWAPS[1]), ("callbacks", SWAPS[0]
 
 
 @in_ranks(2)
-def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(
-    rank: int,
-) -> None:
+def test_validation_sees_weights_that_are_swapped_in_and_training_goes_on_from_the_local_ones(rank: int) -> None:
     def fitted(owner: str, swap: tuple[str, ...] = (), validation: Any = None) -> Any:
-        average, model = Average(), Seen()
+        model = Seen()
+        average = Average(model)
         # They put back in the order in which they swapped in: the second puts back what the first had put in.
-        before = [callback(**Average(0.5).hooks(*swap))] if owner == "callbacks" else []
+        before = [callback(**Average(model, 0.5).hooks(*swap))] if owner == "callbacks" else []
         own = [callback(**average.hooks(*swap))] if owner.startswith("callback") else []
         if owner == "module":
-            average.hook(model, *swap)
+            vars(model).update(average.hooks(*swap))
         choices = {"max_steps": 11, "val_check_interval": 2, "num_sanity_val_steps": 1, "validation": validation}
         fit(rank, model, fits.strategy(**SHORT), callbacks=before + own, **choices)
         return model, average.expected
@@ -348,7 +327,7 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
 ) -> None:
     """Lightning cannot train on after that, with any strategy."""
 
-    def evaluate(trainer: Any, module: Any) -> None:
+    def evaluate(trainer: Any, module: Any, *_: Any) -> None:
         local[:] = [held(module)]
         if trainer.global_step == 8:
             outer = trainer.strategy.outer_state_dict()
@@ -358,7 +337,7 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
             assert not same(outer, local[0])
             raise ArithmeticError("enough")
 
-    def fail(trainer: Any, module: Any) -> None:
+    def fail(trainer: Any, module: Any, *_: Any) -> None:
         if trainer.global_step == 6:
             raise ArithmeticError("enough")
 
@@ -366,7 +345,7 @@ def test_testing_prediction_and_an_exception_in_the_midst_of_a_fit_see_the_outer
         model, local = Seen(rank), list[dict[str, Tensor]]()
         choices: dict[str, Any] = {"max_steps": 11, "callbacks": [callback(on_train_batch_end=evaluate)]}
         if which == "validate":
-            Average().hook(model, *SWAPS[0])
+            vars(model).update(Average(model).hooks(*SWAPS[0]))
             choices["callbacks"].append(callback(on_validation_batch_end=fail))
             choices |= {"val_check_interval": 6, "validation": Again()}
         assert refusal(fit, rank, model, fits.strategy(**SHORT), kind=ArithmeticError, **choices) == "enough"
@@ -454,7 +433,7 @@ def test_groups_that_do_not_all_validate_see_the_outer_model_and_wait_for_nobody
     """One group has nothing to validate with, and one validates by itself in a callback."""
 
     def run(length: int, own: tuple[int, ...]) -> list[bool]:
-        def validate(trainer: Any, module: Any) -> None:
+        def validate(trainer: Any, module: Any, *_: Any) -> None:
             if trainer.global_step in own:
                 first = trainer._logger_connector._first_loop_iter
                 trainer.validating = True
@@ -489,7 +468,7 @@ def test_what_is_validated_at_the_end_of_an_epoch_is_in_the_checkpoint_that_foll
 ) -> None:
     means: list[bool] = []
 
-    def look(trainer: Any, module: Any) -> None:
+    def look(trainer: Any, module: Any, *_: Any) -> None:
         engine = trainer.strategy.engine
         if engine is not None and not engine.is_finished:
             means.append(engine.steps_in_rounds < engine.schedule.first_round)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from tests import fits
 from tests.bits import same
-from tests.fits import said_by
-from tests.large.models import Batches, Large, batch, held, made, sharded
+from tests.fits import LIGHTNING, said_by
+from tests.large.models import Batches, Large, batch, made, sharded
+from tests.lightning.test_checkpoint import saving
 from tests.ranks import agreed, in_ranks, run_processes
 
 pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
@@ -23,28 +24,29 @@ SHARDED = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 
 def fit(rank: int, kind: str, groups: int, folder: Path, resume: bool = False, **choices: Any) -> dict[str, Any]:
     """Fits, saving in the midst of it or resuming from there."""
-    size = 4 // groups
-    found: dict[str, Any] = {}
+    size, found = 4 // groups, dict[str, Any]()
 
-    class Look(pl.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
-            if trainer.global_step == SAVED:
-                found.update(seen=trainer.strategy.outer_state_dict(), in_flight=trainer.strategy.engine.in_flight)
+    def look(trainer: Any, *_: Any) -> None:
+        if trainer.global_step == SAVED:
+            found.update(seen=trainer.strategy.outer_state_dict(), in_flight=trainer.strategy.engine.in_flight)
 
-    saving = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
-    rounds = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:100"}
-    strategy = fits.strategy(worker_groups=groups, **{**rounds, **choices})
-    callbacks = {"callbacks": [Look()] if resume else [Look(), saving], "enable_checkpointing": not resume}
-    trainer = fits.trainer(strategy=strategy, devices=4, max_steps=STEPS, **callbacks)
+    def inspect(trainer: Any, module: Any) -> dict[str, Tensor]:
+        return {name: values.clone() for name, values in module.named_buffers()}
+
     model: Any = Large(kind, seed=rank // size)
     if "data_parallel_size" in choices:
         model.configure_model = lambda: sharded(model)
-    trainer.fit(model, Batches(rank, size), ckpt_path=str(folder / f"step={SAVED}.ckpt") if resume else None)
-    found |= {"outer": strategy.outer_state_dict(), "model": held(model), "report": strategy.report()}
+    callbacks = [pl.callbacks.LambdaCallback(on_train_batch_start=look)]
+    callbacks += [] if resume else saving(LIGHTNING, folder, every_n_train_steps=SAVED)
+    own: dict[str, Any] = {"make": lambda *_, seed: model, "loader": Batches(rank, size), "inspect": inspect}
+    own |= {"trainer_choices": {"callbacks": callbacks, "enable_checkpointing": not resume}}
+    own |= {"resume": folder / f"step={SAVED}.ckpt" if resume else None}
+    choices = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:100", **choices}
+    found |= fits.fit(rank, 4, groups, STEPS, choices, **own)
     assert sum(values.numel() for values in found["outer"].values()) >= 100_000
     assert same(found["model"], found["outer"])
     assert agreed(found["outer"])
-    return {**found, "buffers": {name: values.clone() for name, values in model.named_buffers()}}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,7 @@ def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from
 ) -> None:
     through, resumed = (fit(rank, kind, groups, tmp_path, again, **choices) for again in (False, True))
     assert resumed["in_flight"] == through["in_flight"] != ()
-    assert [name for name in ("seen", "outer", "model", "buffers") if not same(resumed[name], through[name])] == []
+    assert [name for name in ("seen", "outer", "model", "inspected") if not same(resumed[name], through[name])] == []
     for name in ("inner_steps", "launches", "landings", "bytes_sent"):
         assert resumed["report"][name] == through["report"][name]
     if choices.keys() >= SHARDED.keys():

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import WorkerGroups
 from tests.bits import same
 from tests.engine.groups import Groups
 from tests.large.models import FEATURES, TARGETS, made
+from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import ROOT, run_python
 
@@ -54,27 +54,22 @@ def loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor
 
 def fabric_loop(rank: int, groups: int, folder: Path, resume: bool) -> dict[str, Tensor]:
     """The same with Fabric, and with a validation on the way."""
-    strategy = StreamingDiLoCoFabricStrategy(groups, **CHOICES)
-    fabric: Any = Fabric(accelerator="cpu", devices=4, strategy=strategy)
-    fabric.launch()
+    fabric = fabric_of(4, worker_groups=groups, **CHOICES)
     model, optimizer = fabric.setup(net := made("normed", seed=rank), torch.optim.AdamW(net.parameters(), lr=0.01))
     torch.manual_seed(100 + rank)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if resume:
         assert fabric.load(folder / "fabric.ckpt", state) == {}
-        assert strategy.engine is not None
-        assert strategy.engine.in_flight
+        assert fabric.strategy.engine.in_flight
     for step in range(state["step"] + 1, STEPS + 1):  # type: ignore[operator]
-        fabric.backward(drawn(model))
-        optimizer.step()
-        optimizer.zero_grad()
+        train(fabric, optimizer, drawn(model))
         if step == SAVED:
             assert not agreed(dict(model.state_dict()))
-            with strategy.evaluate(), torch.no_grad():
+            with fabric.strategy.evaluate(), torch.no_grad():
                 model.eval()(torch.ones(8, FEATURES))
             model.train()
             fabric.save(folder / "fabric.ckpt", {**state, "step": step})
-    return ended(strategy, model)
+    return ended(fabric.strategy, model)
 
 
 def require_resumed(rank: int, train: Any, folder: Path) -> None:

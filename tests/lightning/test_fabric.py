@@ -12,23 +12,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import (
-    Federation,
-    StreamingDiLoCo,
-    StreamingDiLoCoFabricStrategy,
-    WorkerGroups,
-)
+from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Record
-from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.lightning import fabric as fabric_room
 from tests import fits
 from tests.bits import same
+from tests.engine.groups import regression
 from tests.fits import play, refusal
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import run_script
-from tests.training import LAYERS, backward, batch, inner_optimizer, mlp
+from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
 STEPS = 11
@@ -44,6 +39,13 @@ def fabric_of(world_size: int, distribution: str = "lightning.fabric", **choices
     fabric = importlib.import_module(distribution).Fabric(accelerator="cpu", devices=world_size, strategy=strategy)
     fabric.launch()
     return fabric
+
+
+def train(fabric: Any, optimizer: Any, loss: Tensor) -> None:
+    """One inner step of a loop of Fabric."""
+    fabric.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def halves(rank: int, world_size: int, step: int) -> Any:
@@ -120,14 +122,11 @@ def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution
 
 @in_ranks(1)
 def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(rank: int) -> None:
-    class Here(Federation):
-        def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-            return hub.connect("a")
-
     hub = InProcessHub("run", 1)
+    here = type("Here", (Federation,), {"connect": lambda *_, **__: hub.connect("a")})
     # It says what worker groups send, of which a site knows nothing.
     fabric_room.Announcement = None  # type: ignore[assignment, misc]
-    fabric = fabric_of(1, worker_groups="auto", federation=Here("hub:1", "run", "a", insecure=True))
+    fabric = fabric_of(1, worker_groups="auto", federation=here("hub:1", "run", "a", insecure=True))
     model, optimizer = fabric.setup(net := mlp(), inner_optimizer("adamw", net))
     for step in range(1, STEPS + 1):
         # Eight samples, in two halves.
@@ -152,10 +151,7 @@ def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpo
     seen = fabric.all_gather(torch.tensor([int(value) for (value,) in loader]))
     assert sorted(seen.flatten().tolist()) == list(range(8))
     for step in range(1, 11):
-        x, y = (part.chunk(2)[rank % 2] for part in batch(rank // 2, step))
-        fabric.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+        train(fabric, optimizer, regression(model, rank // 2, step, rank % 2, 2))
     local = {name: values.clone() for name, values in net.state_dict().items()}
     with fabric.strategy.evaluate():
         assert agreed({"shown": model(torch.ones(1, 5)).detach()})
@@ -180,19 +176,6 @@ def test_what_goes_over_all_ranks_and_what_stays_in_the_group_and_what_a_checkpo
     assert all(same(outer, held) for held in (stored["model"], alone["model"], dict(fresh.state_dict())))
     assert agreed(outer)
     assert not (tmp_path / "weights.ckpt.sdiloco").exists()
-
-
-@in_ranks(2)
-def test_groups_are_made_of_the_processes_that_an_environment_knows(rank: int) -> None:
-    for distribution, strategy in STRATEGIES.items():
-        known = fits.environment_that_knows(distribution)
-        make = importlib.import_module(distribution).Fabric
-        fabric = make(accelerator="cpu", devices="auto", strategy=strategy(), plugins=[known])
-        fabric.launch()
-        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
-        assert (fabric.world_size, fabric.global_rank, fabric.strategy.topology.num_groups) == (2, rank, 2)
-        assert sorted(int(value) for (value,) in loader) == list(range(rank, 8, 2))
-        fabric.barrier()  # the store, in rank 0, is there until both have made their process groups
 
 
 @in_ranks(2)
@@ -226,14 +209,14 @@ def test_what_one_strategy_cannot_train_is_refused(rank: int, caplog: pytest.Log
     assert ("ended after 1 inner steps without fabric.strategy.finish()" in caplog.text) == (rank == 0)
 
 
-def test_every_argument_of_the_base_class_arrives_under_its_own_name() -> None:
+@in_ranks(2)
+def test_arguments_of_the_base_class_arrive_and_groups_are_the_processes_that_an_environment_knows(rank: int) -> None:
     for distribution, kind in STRATEGIES.items():
         plugins = importlib.import_module(f"{distribution}.plugins")
-        environments = importlib.import_module(f"{distribution}.plugins.environments")
         given = {
             "accelerator": importlib.import_module(f"{distribution}.accelerators").CPUAccelerator(),
             "parallel_devices": [torch.device("cpu")],
-            "cluster_environment": environments.LightningEnvironment(),
+            "cluster_environment": fits.environment_that_knows(distribution),
             "checkpoint_io": plugins.TorchCheckpointIO(),
             "precision": plugins.Precision(),
         }
@@ -241,6 +224,13 @@ def test_every_argument_of_the_base_class_arrives_under_its_own_name() -> None:
         assert {name: getattr(strategy, name) for name in given} == given
         assert strategy._get_process_group_backend() == "cpu:gloo"
         assert (strategy._start_method, strategy._ddp_kwargs) == ("fork", {})
+        make, plugins = importlib.import_module(distribution).Fabric, [given["cluster_environment"]]
+        fabric = make(accelerator="cpu", devices="auto", strategy=kind(), plugins=plugins)
+        fabric.launch()
+        loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(8)), batch_size=1))
+        assert (fabric.world_size, fabric.global_rank, fabric.strategy.topology.num_groups) == (2, rank, 2)
+        assert sorted(int(value) for (value,) in loader) == list(range(rank, 8, 2))
+        fabric.barrier()  # the store, in rank 0, is there until both have made their process groups
 
 
 SCRIPT = """
@@ -283,14 +273,10 @@ def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) 
     assert told.count("True 2") == 2, (tmp_path / "stderr").read_text()
 
 
-# Warm-ups
-
-
 def test_a_loop_that_forgets_the_gradients_of_a_warmup_is_told_before_groups_drift_apart() -> None:
     optimizer = inner_optimizer("sgd", model := mlp())
     engine = StreamingDiLoCo(model, warmup_steps=1)
-    backward(model, optimizer, 0, 1)
-    optimizer.step()
+    train_step(model, optimizer, 0, 1)
     told = refusal(engine.step, kind=RuntimeError)
     engine.close()
     assert "Inner step 1 belongs to the warm-up" in told

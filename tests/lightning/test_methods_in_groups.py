@@ -10,11 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
-import lightning_sdiloco
-from lightning_sdiloco import Carry, DropCompute, FastestPairs, RandomPairs, Ring, Selective, TwoShot
+from lightning_sdiloco import (
+    Carry,
+    DropCompute,
+    FastestPairs,
+    RandomPairs,
+    Ring,
+    Selective,
+    StreamingDiLoCoMonitor,
+    TwoShot,
+)
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
 from lightning_sdiloco.engine.flight import Pending
 from lightning_sdiloco.lightning import fit as fit_module
@@ -22,9 +29,10 @@ from tests import fits, sharded
 from tests.engine.groups import Groups, regression
 from tests.fits import said_by, whole
 from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
+from tests.lightning.test_fabric import fabric_of, train
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import in_ranks, run_processes
-from tests.training import batch, inner_optimizer, mlp
+from tests.training import inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
 CUT = [["*0.*", "*2.*"], ["*4.*", "*6.*"]]
@@ -75,17 +83,14 @@ def in_simulation(make: Callable[[int], nn.Module]) -> dict[str, list[list[Tenso
 def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean(tmp_path: Path) -> None:
     expected = in_simulation(sharded.even)
 
-    def play(rank: int, world_size: int) -> list[str]:
-        wrong, path, more = [], tmp_path / "step=6.ckpt", {"save_distributed_checkpoint": False, "steps": STEPS}
+    def play(rank: int, world_size: int) -> None:
+        path, more = tmp_path / "step=6.ckpt", {"save_distributed_checkpoint": False, "steps": STEPS}
         for name, choices in METHODS.items():
             fit = partial(sharded.fit, rank, world_size, GROUPS, (2, 1), **more, **{**CHOICES, **choices})
-            plain = fit(
-                callbacks=saving(fits.LIGHTNING, path.parent, every_n_train_steps=6) if name == "random" else []
-            )
+            plain = fit(callbacks=saving(fits.LIGHTNING, tmp_path, every_n_train_steps=6) if name == "random" else [])
             own = plain["model"].values()
             # The ranks of a group add up in another order.
-            close = map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])
-            wrong += [] if all(close) else [name]
+            assert all(map(partial(torch.allclose, atol=1e-6), own, expected[name][rank // 2][len(own) :])), name
             if name != "random":
                 continue
             every: list[Any] = [None] * world_size
@@ -96,9 +101,8 @@ def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean
                 of_groups = [torch.cat([every[2 * group][key], every[2 * group + 1][key]]) for group in range(GROUPS)]
                 assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), key
             assert_resumed(fit(path=path), plain, 6)
-        return wrong
 
-    assert run_processes(play, 2 * GROUPS, timeout=110.0) == [[]] * 2 * GROUPS
+    run_processes(play, 2 * GROUPS, timeout=110.0)
 
 
 def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
@@ -106,21 +110,16 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
 
     def play(rank: int, world_size: int) -> None:
         for name, choices in METHODS.items():
-            strategy = lightning_sdiloco.StreamingDiLoCoFabricStrategy(worker_groups=GROUPS, **{**CHOICES, **choices})
-            fabric = Fabric(accelerator="cpu", devices=GROUPS, strategy=strategy)
-            fabric.launch()
+            fabric = fabric_of(GROUPS, worker_groups=GROUPS, **CHOICES | choices)
             model, optimizer = fabric.setup(net := mlp(0), inner_optimizer("sgd", net))
             for step in range(1, STEPS + 1):
-                x, y = batch(rank, step)
-                optimizer.zero_grad()
-                fabric.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
+                train(fabric, optimizer, regression(model, rank, step, 0, 1))
             if name in ROUTES:
                 # A checkpoint holds what evaluation shows, and neither moves anything.
                 fabric.save(tmp_path / name, {"model": model, "optimizer": optimizer})
-                with strategy.evaluate():
+                with fabric.strategy.evaluate():
                     assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
-            assert all(map(torch.equal, held_by([net], strategy.finish)[0], expected[name][rank])), name
+            assert all(map(torch.equal, held_by([net], fabric.strategy.finish)[0], expected[name][rank])), name
 
     run_processes(play, GROUPS, timeout=110.0)
 
@@ -156,8 +155,10 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
         for name, choices in POLICIES.items()
     }
 
-    def play(rank: int, world_size: int) -> list[str]:
-        wrong = []
+    def make(distribution: str, inner: str, seed: int) -> Any:
+        return fits.module(distribution, inner, net=net())
+
+    def play(rank: int, world_size: int) -> None:
         for name, choices in POLICIES.items():
             loader: Any = fits.Announced((rank, 0, 1), 2 * STEPS)
             more: dict[str, Any] = {"use_distributed_sampler": False}
@@ -165,17 +166,12 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
                 loader = Paced(loader, speed=0.5 if rank else 1.0)
             if name == "drop compute":
                 loader = DropCompute(2, budget=inf)(loader)
-                more |= {
-                    "accumulate_grad_batches": 2,
-                    "callbacks": [lightning_sdiloco.StreamingDiLoCoMonitor(folder=str(tmp_path))],
-                }
-            given: dict[str, Any] = {"trainer_choices": more, "loader": loader, "inner": "adamw"}
-            make = lambda distribution, inner, seed: fits.module(distribution, inner, net=net())  # noqa: E731
-            own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, make=make, **given)["model"].values()
-            wrong += [] if all(map(torch.equal, own, expected[name][rank][len(own) :])) else [name]
-        return wrong
+                more |= {"accumulate_grad_batches": 2, "callbacks": [StreamingDiLoCoMonitor(folder=str(tmp_path))]}
+            given = {"make": make, "inner": "adamw", "loader": loader, "trainer_choices": more}
+            own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, **given)["model"].values()
+            assert all(map(torch.equal, own, expected[name][rank][len(own) :])), name
 
-    assert run_processes(play, 2, timeout=110.0) == [[], []]
+    run_processes(play, 2, timeout=110.0)
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"
 
 
@@ -186,7 +182,7 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     said = said_by("lightning_sdiloco.lightning.options", "lightning_sdiloco.lightning.fit")
 
     def fit(steps: int, path: Path | None = None, save: Path | None = None, **choices: Any) -> tuple[int, list[Tensor]]:
-        strategy = lightning_sdiloco.StreamingDiLoCoStrategy(sync_every=20, **choices)
+        strategy = fits.strategy(sync_every=20, **choices)
         trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
         model = fits.module()
         trainer.fit(model, fits.batches(rank), ckpt_path=path)

@@ -1,7 +1,7 @@
 """Everything that is refused before the first step, each by its message: what was given, what holds, what to do."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -14,16 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco import (
-    FP4,
-    Compression,
-    OuterOptimizer,
-    SimulatedGroups,
-    StreamingDiLoCo,
-    StreamingDiLoCoFabricStrategy,
-    StreamingDiLoCoModelParallelStrategy,
-    StreamingDiLoCoStrategy,
-)
+from lightning_sdiloco import FP4, Compression, OuterOptimizer, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import StreamingDiLoCoFabricStrategy as FabricStrategy
+from lightning_sdiloco import StreamingDiLoCoModelParallelStrategy as ModelParallelStrategy
+from lightning_sdiloco import StreamingDiLoCoStrategy as FirstStrategy
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.comm.exchange import nccl_on
 from lightning_sdiloco.planning.planner import candidates
@@ -43,10 +37,10 @@ def engine(**choices: Any) -> StreamingDiLoCo:
 
 
 def fabric(**choices: Any) -> Any:
-    return L.Fabric(accelerator="cpu", devices=4, strategy=StreamingDiLoCoFabricStrategy(**choices))
+    return L.Fabric(accelerator="cpu", devices=4, strategy=FabricStrategy(**choices))
 
 
-STRATEGIES: list[Make] = [StreamingDiLoCoStrategy, OtherStrategy]
+STRATEGIES: list[Make] = [FirstStrategy, OtherStrategy]
 EVERYWHERE: list[Make] = [*STRATEGIES, engine]
 
 
@@ -156,7 +150,7 @@ OF_THE_OUTER_OPTIMIZER: Table = [
 def test_what_is_no_such_choice_is_refused_by_what_is_wrong_with_what_to_do() -> None:
     assert_refused(EVERYWHERE, [*OUT_OF_RANGE, *OF_ANOTHER_TYPE])
     assert_refused([*STRATEGIES, fabric], OF_STRATEGIES)
-    assert_refused([*STRATEGIES, StreamingDiLoCoModelParallelStrategy], OF_A_TRAINER)
+    assert_refused([*STRATEGIES, ModelParallelStrategy], OF_A_TRAINER)
     assert_refused([fabric], OF_FABRIC)
     without_advice = (refusal(engine, **choices) for choices, _ in OUT_OF_RANGE)
     assert [told for told in without_advice if not re.search(r"\. (Choose|Set) ", told)] == []
@@ -192,11 +186,11 @@ NO_ARGUMENT = [("overlap_step", "Did you mean overlap_steps?"), ("nonsense", " l
 
 
 def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_with_the_right_name() -> None:
-    ours = [*STRATEGIES, StreamingDiLoCoModelParallelStrategy]
+    ours = [*STRATEGIES, ModelParallelStrategy]
     simulated = partial(SimulatedGroups, [mlp(), mlp()])
-    for make in (*ours, StreamingDiLoCoFabricStrategy, engine, simulated):
+    for make in (*ours, FabricStrategy, engine, simulated):
         assert_refused([make], WERE)
-        takes_kwargs = make in (*STRATEGIES, StreamingDiLoCoFabricStrategy)
+        takes_kwargs = make in (*STRATEGIES, FabricStrategy)
         unknown = [*NO_ARGUMENT, *[("find_unused_parameters", "give ddp_kwargs=")] * takes_kwargs]
         for name, advice in unknown:
             told = refusal(make, kind=TypeError, **{name: 3})
@@ -289,7 +283,7 @@ def test_an_outer_optimizer_works_elementwise_or_is_refused() -> None:
 
 def fitted(net: nn.Module, devices: int, **choices: Any) -> str:
     """The refusal of a fit, before its first step."""
-    trainer = fits.trainer(strategy=StreamingDiLoCoStrategy(**choices), devices=devices, max_steps=2)
+    trainer = fits.trainer(strategy=FirstStrategy(**choices), devices=devices, max_steps=2)
     message = refusal(trainer.fit, fits.module(net=net), fits.SomeBatches(0, 8))
     assert trainer.global_step == 0
     return message
@@ -321,7 +315,7 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
     def trainer(distribution: Any, kind: Make, devices: int, num_nodes: int = 1, **choices: Any) -> Any:
         return distribution.Trainer(accelerator="cpu", strategy=kind(**choices), devices=devices, num_nodes=num_nodes)
 
-    first, other = partial(trainer, L, StreamingDiLoCoStrategy), partial(trainer, pl, OtherStrategy)
+    first, other = partial(trainer, L, FirstStrategy), partial(trainer, pl, OtherStrategy)
     advice = "Change worker_groups, or the number of devices or nodes"
     nccl = "exchange='...:nccl' was given ... trains on cpu ... CUDA devices only ... leave ... for gloo"
     table: Table = [
@@ -333,7 +327,7 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
         ({"devices": 2, "exchange": "auto:nccl"}, nccl),
     ]
     assert_refused([first, other], table)
-    assert_refused([partial(trainer, L, StreamingDiLoCoModelParallelStrategy)], table[-1:])
+    assert_refused([partial(trainer, L, ModelParallelStrategy)], table[-1:])
     assert not dist.is_initialized()
     for make in (first, other):
         make(devices=3, num_nodes=2, worker_groups=3)
@@ -346,7 +340,7 @@ def test_a_world_that_cannot_be_split_or_connected_is_refused_inside_the_trainer
 def test_one_group_is_said_once_and_by_one_rank_and_several_say_nothing(rank: int) -> None:
     said = fits.said_by("lightning_sdiloco")
     for groups in (2, 1):
-        strategy = StreamingDiLoCoStrategy(worker_groups=groups, sync_every=1, overlap_steps=0)
+        strategy = FirstStrategy(worker_groups=groups, sync_every=1, overlap_steps=0)
         trainer = fits.trainer(strategy=strategy, devices=2, max_steps=2)
         trainer.fit(fits.module(), fits.SomeBatches(0, 8))
         told = [text for text in said if "one worker group" in text]
@@ -361,22 +355,19 @@ def layer(width: int = 3, **choices: Any) -> nn.Module:
     return nn.Sequential(nn.Linear(5, width, **choices))
 
 
-def partly_frozen(rank: int) -> nn.Module:
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
-    model[0].weight.requires_grad_(rank == 0)
-    return model
-
-
-def buffered(rank: int) -> nn.Module:
-    model = layer()
-    model.register_buffer("statistics", torch.zeros(1 + rank))
-    return model
-
-
-def in_another_order(rank: int) -> nn.Module:
-    """As a set of names gives it, whose order differs between processes."""
-    names = ["a", "b", "c"]
-    return nn.ModuleDict({name: nn.Linear(5, 5) for name in (reversed(names) if rank else names)})
+def unlike(rank: int) -> Iterator[tuple[nn.Module, str]]:
+    """Models that differ between two ranks, and what is told."""
+    yield layer(3 + rank), "0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1"
+    yield nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}), "layer1.weight is missing on rank 0"
+    in_double = layer(dtype=torch.float64 if rank else torch.float32)
+    yield in_double, "0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1"
+    partly_frozen, buffered = layer(5), layer()
+    partly_frozen[0].weight.requires_grad_(rank == 0)
+    yield partly_frozen, "0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1"
+    buffered.register_buffer("statistics", torch.zeros(1 + rank))
+    yield buffered, "on rank 0, (2,) torch.float32"
+    # As a set of names gives them, whose order differs between processes.
+    yield nn.ModuleDict({name: nn.Linear(5, 5) for name in ("cba" if rank else "abc")}), "a.weight"
 
 
 class Nameless(FP4):
@@ -389,17 +380,6 @@ def outer(kind: Any = torch.optim.SGD, lr: float = 0.1) -> Any:
     return partial(kind, lr=lr)
 
 
-MODELS: list[tuple[Callable[[int], nn.Module], str]] = [
-    (lambda rank: layer(3 + rank), "0.weight is (3, 5) torch.float32 on rank 0, (4, 5) torch.float32 on rank 1"),
-    (lambda rank: nn.ModuleDict({f"layer{rank}": nn.Linear(5, 3)}), "layer1.weight is missing on rank 0"),
-    (
-        lambda rank: layer(dtype=torch.float64 if rank else torch.float32),
-        "0.weight is (3, 5) torch.float32 on rank 0, (3, 5) torch.float64 on rank 1",
-    ),
-    (partly_frozen, "0.weight is (5, 5) torch.float32 on rank 0, (5, 5) torch.float32 (frozen) on rank 1"),
-    (buffered, "on rank 0, (2,) torch.float32"),
-    (in_another_order, "a.weight"),
-]
 MODEL_ADVICE = "^The model differs between ranks:  ... same names, shapes and dtypes ... depend on the rank"
 SETTINGS_ADVICE = "^The settings of the strategy differ between ranks:  ... All ranks must use the same ... on rank 1"
 OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
@@ -424,7 +404,7 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
 @in_ranks(2)
 def test_models_and_settings_that_differ_between_ranks_are_refused_and_equal_objects_do_not_differ(rank: int) -> None:
     dist.init_process_group("gloo")
-    told = [m for make, words in MODELS for m in missing(refusal(StreamingDiLoCo, make(rank)), MODEL_ADVICE, words)]
+    told = [m for model, words in unlike(rank) for m in missing(refusal(StreamingDiLoCo, model), MODEL_ADVICE, words)]
     for choices, words in OWN:
         own = {name: given[rank] for name, given in choices.items()}
         told += missing(refusal(engine, **own), SETTINGS_ADVICE, words)

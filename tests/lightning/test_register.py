@@ -20,10 +20,9 @@ from lightning_sdiloco.lightning import host as patching
 from lightning_sdiloco.lightning.host import FABRIC, NEWEST, OLDEST, REGISTER, HostName
 from lightning_sdiloco.tools.simulate.groups import simulated_classes
 from tests import fits
-from tests.fits import LIGHTNING, refusal
+from tests.fits import LIGHTNING, OTHER, refusal
 from tests.ranks import in_ranks
 
-OTHER = "pytorch_lightning"
 VERSION = importlib.import_module(LIGHTNING).__version__
 
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torchmetrics import MeanMetric
 
-from lightning_sdiloco import StreamingDiLoCoFabricStrategy
 from tests import fits
 from tests.fits import LIGHTNING, fit, said_by
+from tests.lightning.test_checkpoint import saving
+from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks
 from tests.training import batch, inner_optimizer, mlp
 
@@ -56,14 +56,12 @@ def test_a_group_that_stalls_between_launches_keeps_none_waiting(rank: int, dist
         assert module.computed.dist_sync_fn is None
         return module, [float(trainer.callback_metrics[name]) for name in ("metric", "loss_epoch")]
 
-    callbacks = importlib.import_module(distribution).callbacks
-    checkpoint = callbacks.ModelCheckpoint(tmp_path, train_time_interval=timedelta(hours=1))
-    more = {"max_time": "00:01:00:00", "callbacks": [checkpoint], "enable_checkpointing": True}
+    callbacks = saving(distribution, tmp_path, train_time_interval=timedelta(hours=1))
+    more = {"max_time": "00:01:00:00", "callbacks": callbacks, "enable_checkpointing": True}
     choices = {"sync_every": 20, "overlap_steps": 5, "fragments": [["*"]]}
     said = said_by("lightning_sdiloco")
-    model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, inspect=inspect, trainer_choices=more, make=make)[
-        "inspected"
-    ]
+    own: dict[str, Any] = {"inspect": inspect, "trainer_choices": more, "make": make}
+    model, per_epoch = fit(rank, 4, 2, 45, choices, distribution, **own)["inspected"]
     # What is gathered, computed or logged in a batch is of the group, and what is logged of an epoch of the world.
     first = rank // 2 * 2.0
     assert [*model.seen, model.per_batch] == [first, first + 1, first + 0.5, first + 0.5, first + 0.5]
@@ -84,17 +82,14 @@ def test_time_limits_and_saves_by_time_are_those_of_all_ranks(rank: int, distrib
         time.sleep(0.02)
         return self.loss(parts)
 
-    def on_save_checkpoint(self: Any, checkpoint: dict[str, Any]) -> None:
-        saved.append(self.trainer.global_step)
-
     saved: list[int] = []
     # The ranks' own clocks would make them save after different steps.
     interval = timedelta(seconds=0.3 + 0.2 * rank)
-    saving = importlib.import_module(distribution).callbacks.ModelCheckpoint
-    callbacks = [saving(tmp_path, train_time_interval=interval, save_top_k=-1)]
+    callbacks = saving(distribution, tmp_path, train_time_interval=interval)
     more = {"callbacks": callbacks, "enable_checkpointing": True, "max_time": {"seconds": 2}}
     choices = {"sync_every": 10, "overlap_steps": 3, "fragments": [["*"]]}
-    make = partial(fits.module, training_step=slow, on_save_checkpoint=on_save_checkpoint)
+    hooks = {"training_step": slow, "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step)}
+    make = partial(fits.module, **hooks)
     steps = fit(rank, 2, 2, 10_000, choices, distribution, trainer_choices=more, make=make)["report"]["inner_steps"]
     assert agreed([steps, saved])
     assert steps < 10_000
@@ -125,31 +120,25 @@ def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path
                 self.optimizers().zero_grad()
             return loss
 
-        def validation_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-            self.log("score", self.net(parts[0]).mean(), sync_dist=True)
-
         net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), nn.Linear(3, 3))
-        hooks = {"training_step": training_step, "validation_step": validation_step}
-        model = fits.module(distribution, "adamw", net=net, **hooks)
+        scored = lambda self, parts, index: self.log("score", self.net(parts[0]).mean(), sync_dist=True)  # noqa: E731
+        model = fits.module(distribution, "adamw", net=net, training_step=training_step, validation_step=scored)
         model.mean, model.automatic_optimization = MeanMetric(), not manual
         callbacks = importlib.import_module(distribution).callbacks
-        saving = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
-        more = {"callbacks": [saving, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
+        checkpoint = callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, monitor="loss")
+        more = {"callbacks": [checkpoint, callbacks.EarlyStopping("score", patience=100)], "enable_checkpointing": True}
         more |= {"max_epochs": 2, "max_time": "00:01:00:00", "val_check_interval": 2, "limit_val_batches": 1}
         own: dict[str, Any] = {"make": lambda *_, **__: model, "loader": fits.SomeBatches(rank, 6)}
         own |= {"validation": own["loader"], "trainer_choices": more}
         assert fit(rank, 2, groups, -1, chosen, distribution, **own)["report"]["inner_steps"] == 12
 
     def of_fabric(groups: int, in_batches: bool) -> None:
-        fabric = Fabric(accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(groups, **chosen))
-        fabric.launch()
+        fabric = fabric_of(2, worker_groups=groups, fragments="strided", **chosen)
         model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
         for step in range(9):
             x, _ = batch(rank, step)
             seen = model(x)
-            fabric.backward((gathered(seen) if in_batches else seen).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            train(fabric, optimizer, (gathered(seen) if in_batches else seen).square().mean())
             with fabric.strategy.evaluate(), torch.no_grad():
                 fabric.all_reduce(model(x).mean())
             fabric.barrier()

@@ -21,6 +21,7 @@ from lightning_sdiloco import DropCompute
 from tests import fits
 from tests.bits import same
 from tests.fits import LIGHTNING, Announced, Place, Stream, batches
+from tests.lightning.test_checkpoint import saving
 from tests.methods import Paced
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import mlp
@@ -83,7 +84,7 @@ def run_fit(
     loader: Callable[[Place], Any],
     distribution: str = LIGHTNING,
     groups: int = 2,
-    choices: dict[str, Any] = CHOICES,
+    choices: dict[str, Any] = {},  # noqa: B006
     make: Callable[..., Any] = noting,
     resume: Path | None = None,
     inspect: Callable[[Any, Any], Any] = lambda trainer, module: None,
@@ -100,10 +101,9 @@ def run_fit(
 
     warned, size = fits.said_by("lightning_sdiloco.lightning.epochs"), world_size // groups
     place, how = (rank // size, rank % size, size), {"max_epochs": 2, "num_sanity_val_steps": 0, **trainer_choices}
-    data: dict[str, Any] = {"loader": loader(place), "validation": batches(9, 0, 1, 2), "resume": resume}
-    fitted = fits.fit(
-        rank, world_size, groups, -1, choices, distribution, inspect=look, make=make, trainer_choices=how, **data
-    )
+    own: dict[str, Any] = {"make": make, "inspect": look, "trainer_choices": how, "resume": resume}
+    own |= {"loader": loader(place), "validation": batches(9, 0, 1, 2)}
+    fitted = fits.fit(rank, world_size, groups, -1, CHOICES | choices, distribution, **own)
     return {**fitted, **fitted.pop("inspected"), "warned": warned}
 
 
@@ -117,9 +117,12 @@ def in_two(self: Any, parts: Any, index: int) -> Any:
     return sum(training_step(self, parts[name], index) for name in ("a", "b"))
 
 
-def from_the_iterator(self: Any, dataloader_iter: Any) -> Any:
+def step_of_the_iterator(self: Any, dataloader_iter: Any) -> Any:
     parts, index, _ = next(dataloader_iter)
     return training_step(self, parts, index)
+
+
+from_the_iterator = partial(noting, training_step=step_of_the_iterator)
 
 
 def reloaded(self: Any) -> Any:
@@ -141,10 +144,6 @@ def scheduled(self: Any) -> Any:
     return optimizers, [{"scheduler": schedule, "interval": by} for by, schedule in schedules.items()]
 
 
-MOVES: dict[str, Any] = {
-    "transfer_batch_to_device": lambda self, batch, device, index: [part.to(device) for part in batch],
-    "on_after_batch_transfer": lambda self, batch, index: [part + 0 for part in batch],
-}
 TUNED: dict[str, Any] = {
     "lr": 0.05,
     "on_train_start": lambda self: self.batches.clear(),
@@ -161,7 +160,7 @@ class Case:
     batches: tuple[int, ...]
     epochs: list[int]
     lengths: tuple[int | None, ...] = ()  # None: unknown
-    choices: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)  # To `run_fit`
     later: tuple[int, ...] = ()  # Batches in later epochs, if others
     loader: Callable[[Place], Any] | None = None  # Another one
     says: tuple[str, ...] = ()
@@ -183,12 +182,12 @@ class Case:
 
     def play(self, rank: int, world_size: int, distribution: str, folder: Path) -> None:
         """Fits, and resumes from checkpoints of that. A group that is idle says so once."""
-        kind = importlib.import_module(distribution).callbacks.ModelCheckpoint
-        often = {"steps": {"every_n_train_steps": 1}, "epochs": {"every_n_epochs": 1}} if self.resumes else {}
-        saving = [kind(folder / name, filename="{step}", save_top_k=-1, **every) for name, every in often.items()]
-        own: dict[str, Any] = {**self.choices, "callbacks": [*self.choices.get("callbacks", []), *saving]}
-        plain = run_fit(rank, world_size, self.load, distribution, enable_checkpointing=bool(saving), **own)
-        common, size = plain["common"], world_size // self.choices.get("groups", 2)
+        often = saving(distribution, folder / "steps", every_n_train_steps=1)
+        often += saving(distribution, folder / "epochs", every_n_epochs=1)
+        callbacks = [*self.given.get("callbacks", []), *(often if self.resumes else [])]
+        own: dict[str, Any] = {**self.given, "callbacks": callbacks, "enable_checkpointing": bool(self.resumes)}
+        plain = run_fit(rank, world_size, self.load, distribution, **own)
+        common, size = plain["common"], world_size // self.given.get("groups", 2)
         assert agreed([common, plain["report"]["landings"]])
         assert [agreed(plain["outer"]), agreed(plain["model"])] == [True, True]
         assert epochs(common) == self.epochs
@@ -206,7 +205,7 @@ class Case:
         for step in self.resumes:
             loader = partial(self.load, later=step % 1 > 0)
             resume = folder / ("epochs" if step % 1 else "steps") / f"step={int(step)}.ckpt"
-            resumed = run_fit(rank, world_size, loader, distribution, resume=resume, **self.choices)
+            resumed = run_fit(rank, world_size, loader, distribution, resume=resume, **self.given)
             rest = resumed["common"]
             assert rest["batches"] == [noted for noted in common["batches"] if noted[2] > step]
             assert rest["validated"] == [noted for noted in common["validated"] if at[noted] >= step]
@@ -221,121 +220,108 @@ def after(batches: int) -> str:
     return f"has no more batches in epoch 0 after {batches}, and others have."
 
 
-def unequal(text: str, decided: int) -> tuple[str, str]:
-    words = f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all"
-    return words, ""
+def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
+    text = ", ".join(f"group {group} has {number}" for group, number in enumerate(numbers))
+    return f"Worker groups have unequal numbers of batches: {text}. Every epoch ends after {decided} in all", ""
 
 
-def of_fewest(**choices: Any) -> Case:
-    return Case((7, 10), [7, 7], (7, 10), choices, says=unequal("group 0 has 7, group 1 has 10", 7))
+def case(batches: tuple[int, ...], epochs: list[int], lengths: tuple[int | None, ...] = (), **more: Any) -> Case:
+    """A case of which all that is none of its fields is given to `run_fit`."""
+    fields = {name: more.pop(name) for name in Case.__dataclass_fields__ if name in more}
+    return Case(batches, epochs, lengths, more, **fields)
 
 
+FEWEST = unequal(7, 10, decided=7)
 # With sync_every=4 and overlap_steps=2 launches are after 4, 8, 12, ... inner steps, and land two later.
 CASES = {
     # Known lengths: the fewest batches decide.
-    "known": of_fewest(make=partial(noting, configure_optimizers=planned)),
-    "a share, and validation by one of what was agreed on": Case(
+    "known": case((7, 10), [7, 7], (7, 10), make=partial(noting, configure_optimizers=planned), says=FEWEST),
+    "a share, and validation by one of what was agreed on": case(
         (8, 12),
         [4, 4],
         (8, 12),
-        {"limit_train_batches": 0.5, "val_check_interval": 0.5},
-        says=unequal("group 0 has 4, group 1 has 6", 4),
+        says=unequal(4, 6, decided=4),
         validates=[(0, 1), (0, 3), (1, 1), (1, 3)],
+        limit_train_batches=0.5,
+        val_check_interval=0.5,
     ),
-    "known in one group": Case(
-        (6, 20), [6, 6], (6, None), says=unequal("group 0 has 6, group 1 has an unknown number", 6)
-    ),
-    "reloaded": Case(
+    "known in one group": case((6, 20), [6, 6], (6, None), says=unequal(6, "an unknown number", decided=6)),
+    "reloaded": case(
         (6, 7),
         [6, 6, 4, 4],
-        choices={
-            "make": partial(noting, train_dataloader=reloaded),
-            "reload_dataloaders_every_n_epochs": 2,
-            "max_epochs": 4,
-        },
         loader=lambda place: None,
-        says=unequal("group 0 has 6, group 1 has 7", 6),
+        says=unequal(6, 7, decided=6),
+        make=partial(noting, train_dataloader=reloaded),
+        reload_dataloaders_every_n_epochs=2,
+        max_epochs=4,
     ),
-    "dataloader_iter": of_fewest(make=partial(noting, training_step=from_the_iterator)),
+    "dataloader_iter": case((7, 10), [7, 7], (7, 10), make=from_the_iterator, says=FEWEST),
     # Unknown lengths: all end after the last batch that any has ...
-    "streams": Case((7, 10), [10, 10]),
-    "epochs shorter than a round": Case(
-        (2, 3), [3, 3, 3], choices={"max_epochs": 3, "choices": {**CHOICES, "sync_every": 8}}
-    ),
-    "several loaders": Case(
+    "streams": case((7, 10), [10, 10]),
+    "epochs shorter than a round": case((2, 3), [3, 3, 3], max_epochs=3, choices={"sync_every": 8}),
+    "several loaders": case(
         (5, 7),
         [7, 7],
-        choices={"make": partial(noting, training_step=in_two)},
         loader=lambda place: {"a": batches(*place, 5), "b": batches(*place, 3 + 4 * place[0])},
+        make=partial(noting, training_step=in_two),
     ),
     # ... or where the launch lands that tells of a group without data.
-    "long streams": Case((7, 30), [10, 12]),
-    "a launch in the last batch": Case((8, 30), [10, 12]),
-    "several fragments": Case(  # Launches after 8, 10, 12, ... land three later.
-        (9, 29), [13, 12], choices={"choices": {"sync_every": 8, "overlap_steps": 3, "fragments": "strided:1"}}
+    "long streams": case((7, 30), [10, 12]),
+    "a launch in the last batch": case((8, 30), [10, 12]),
+    # Launches after 8, 10, 12, ... land three later.
+    "several fragments": case(
+        (9, 29), [13, 12], choices={"sync_every": 8, "overlap_steps": 3, "fragments": "strided:1"}
     ),
-    "no batch in a later epoch": Case((50, 5), [10, 4], later=(50, 0), says=(UNLOGGED, after(5)), resumes=(10.5,)),
+    "no batch in a later epoch": case((50, 5), [10, 4], later=(50, 0), says=(UNLOGGED, after(5)), resumes=(10.5,)),
     # A length that is announced and not kept.
-    "short": Case((30, 5), [10, 8], (30, 30)),
-    "short in all": Case((5, 5), [5, 5], (8, 8), validates=[]),
-    "short, and in flight when the epoch ends": Case(
-        (7, 6), [7, 7, 7], (7, 7), {"choices": {**CHOICES, "sync_every": 7}, "max_epochs": 3}
+    "short": case((30, 5), [10, 8], (30, 30)),
+    "short in all": case((5, 5), [5, 5], (8, 8), validates=[]),
+    "short, and in flight when the epoch ends": case(
+        (7, 6), [7, 7, 7], (7, 7), choices={"sync_every": 7}, max_epochs=3
     ),
-    "no batch of those announced": Case(
-        (3, 3),
-        [3, 3],
-        (3, 3),
-        {"choices": {**CHOICES, "sync_every": 20}},
-        later=(3, 0),
-        says=(UNLOGGED, "epoch 1 after 0"),
+    "no batch of those announced": case(
+        (3, 3), [3, 3], (3, 3), later=(3, 0), says=(UNLOGGED, "epoch 1 after 0"), choices={"sync_every": 20}
     ),
     # A group that has run dry takes part in the gradients of the others in a warm-up.
-    "warm-up": Case((4, 7), [5, 5], (9, 9), {"choices": {**CHOICES, "warmup_steps": 20}}),
-    "warm-up by hand": Case(
-        (4, 7), [5, 5], (9, 9), {"choices": {**CHOICES, "warmup_steps": 20}, "make": gan}, steps=20
-    ),
+    "warm-up": case((4, 7), [5, 5], (9, 9), choices={"warmup_steps": 20}),
+    "warm-up by hand": case((4, 7), [5, 5], (9, 9), steps=20, choices={"warmup_steps": 20}, make=gan),
     # What idle batches count.
-    "accumulation": Case((5, 30), [18, 12], choices={"accumulate_grad_batches": 3}, steps=10),
-    "manual optimization": Case((5, 25), [10, 8], choices={"make": gan}, steps=36),
-    "max_steps": Case((5, 25), [10, 1], choices={"max_steps": 11, "max_epochs": -1}, validates=[(0, 9)]),
+    "accumulation": case((5, 30), [18, 12], steps=10, accumulate_grad_batches=3),
+    "manual optimization": case((5, 25), [10, 8], steps=36, make=gan),
+    "max_steps": case((5, 25), [10, 1], validates=[(0, 9)], max_steps=11, max_epochs=-1),
     # 5: the last batch; 9: idle, the request in flight; after the epoch; 11: in the next; 16: idle, just launched.
-    "resumed": Case((5, 25), [10, 8, 8], choices={"max_epochs": 3}, resumes=(5, 9, 10.5, 11, 16)),
+    "resumed": case((5, 25), [10, 8, 8], resumes=(5, 9, 10.5, 11, 16), max_epochs=3),
     # The loader of the second group is cut short.
-    "resumed with the last batch of an epoch of known length": Case(
-        (5, 8), [5, 5], (5, 8), says=unequal("group 0 has 5, group 1 has 8", 5), resumes=(5,)
+    "resumed with the last batch of an epoch of known length": case(
+        (5, 8), [5, 5], (5, 8), says=unequal(5, 8, decided=5), resumes=(5,)
     ),
     # 5: the last batch of an epoch; 6: the first; 9: in flight.
-    "resumed where all end together": Case(
-        (5, 5),
-        [5, 5, 3],
-        choices={"max_steps": 13, "max_epochs": -1},
-        validates=[(0, 4), (1, 4)],
-        resumes=(5, 6, 9),
+    "resumed where all end together": case(
+        (5, 5), [5, 5, 3], validates=[(0, 4), (1, 4)], resumes=(5, 6, 9), max_steps=13, max_epochs=-1
     ),
     # The first group logged nothing in training_step since then, and no launch tells of it before the agreed length.
-    "resumed, idle up to the agreed length": Case(
-        (5, 9), [9, 9], (9, 9), {"choices": {**CHOICES, "sync_every": 20}}, resumes=(7,)
-    ),
-    "a loader that yields None on purpose": Case(
+    "resumed, idle up to the agreed length": case((5, 9), [9, 9], (9, 9), resumes=(7,), choices={"sync_every": 20}),
+    "a loader that yields None on purpose": case(
         (20, 20),
         [14],
-        choices={"max_steps": 14, "max_epochs": -1},
         loader=lambda place: Paced(Announced(place, 20), speed=0.5 if place[0] else 1.0),
         validates=[],
         idle=([], [1, 3, 5, 7, 9, 11, 13]),
         resumes=(6,),
+        max_steps=14,
+        max_epochs=-1,
     ),
     # It takes all callbacks away, so nobody counts idle batches, and trains each rank for itself.
-    "a tuner": Case((7, 10), [10, 10], choices={"make": partial(noting, **TUNED), "callbacks": [FINDER]}),
+    "a tuner": case((7, 10), [10, 10], make=partial(noting, **TUNED), callbacks=[FINDER]),
     # Of more ranks than two.
-    "ranks of a group differ": Case(
+    "ranks of a group differ": case(
         (5, 6),
         [5, 5],
         loader=lambda place: Announced(place, 5 + place[0] + 2 * place[1]),
-        says=unequal("group 0 has 5 and 7, group 1 has 6 and 8", 5),
+        says=unequal("5 and 7", "6 and 8", decided=5),
     ),
     # The launch after 4 lands after 6, and that after 12 lands after 14.
-    "three groups": Case((3, 9, 30), [6, 8], choices={"groups": 3}),
+    "three groups": case((3, 9, 30), [6, 8], groups=3),
 }
 
 
@@ -366,19 +352,15 @@ def test_groups_end_every_epoch_after_the_same_batch(
 
 @in_ranks(2)
 def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
-    micro_batches = DropCompute(2)
+    dropping = lambda place: DropCompute(2)(Announced(place, 14))  # noqa: E731
     cases: list[tuple[str, Any, dict[str, Any]]] = [
         ("group 0 has 0, group 1 has 8", lambda place: Announced(place, 8 * place[0]), {}),
         ("group 0 has 0, group 1 has an unknown number", lambda place: batches(*place, 8 * place[0]), {}),
         ("val_check_interval", lambda place: Announced(place, 4 + 8 * place[0]), {"val_check_interval": 6}),
-        ("val_check_interval", Case((8, 4), [], (None, 4)).load, {"val_check_interval": 0.5}),
+        ("val_check_interval", case((8, 4), [], (None, 4)).load, {"val_check_interval": 0.5}),
         ("limit_train_batches", lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}),
-        (
-            "accumulate_grad_batches=3 differ",
-            lambda place: micro_batches(Announced(place, 14)),
-            {"accumulate_grad_batches": 3},
-        ),
-        ("does not go with manual", lambda place: micro_batches(Announced(place, 14)), {"make": gan}),
+        ("accumulate_grad_batches=3 differ", dropping, {"accumulate_grad_batches": 3}),
+        ("does not go with manual", dropping, {"make": gan}),
     ]
     for words, loader, choices in cases:
         with pytest.raises((ValueError, MisconfigurationException), match=words) as caught:
@@ -391,8 +373,8 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
 
 def test_unknown_lengths_in_a_training_step_that_takes_its_batches_itself_end_with_an_error() -> None:
     def run(rank: int, world_size: int) -> None:
-        make, choices = partial(noting, training_step=from_the_iterator), {**CHOICES, "timeout": timedelta(seconds=2)}
-        run_fit(rank, world_size, CASES["streams"].load, make=make, choices=choices)
+        choices = {"timeout": timedelta(seconds=2)}
+        run_fit(rank, world_size, CASES["streams"].load, make=from_the_iterator, choices=choices)
 
     assert sorted(run_processes(run, 2, expect_failure=True)) == [0, 1]
 
@@ -406,12 +388,13 @@ def test_all_that_counts_steps_happens_in_all_groups_after_the_same_one(rank: in
         made = [config.scheduler.last_epoch for config in trainer.lr_scheduler_configs]
         return trainer.optimizers[0].param_groups[0]["lr"], made
 
-    hooks = {**MOVES, "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step)}
-    callbacks = [
-        pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1),
-        pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0),
-        pl.callbacks.LearningRateMonitor(),
-    ]
+    hooks = {
+        "transfer_batch_to_device": lambda self, batch, device, index: [part.to(device) for part in batch],
+        "on_after_batch_transfer": lambda self, batch, index: [part + 0 for part in batch],
+        "on_save_checkpoint": lambda self, _: saved.append(self.trainer.global_step),
+    }
+    callbacks = saving(LIGHTNING, tmp_path, every_n_train_steps=3)
+    callbacks += [pl.callbacks.EarlyStopping("val", patience=3, min_delta=10.0), pl.callbacks.LearningRateMonitor()]
     logger = importlib.import_module(f"{LIGHTNING}.loggers").CSVLogger(tmp_path / str(rank), "", "")
     more = {"logger": logger, "callbacks": callbacks, "max_epochs": 9, "val_check_interval": 4, "log_every_n_steps": 1}
     more |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar"), True)
@@ -448,7 +431,7 @@ def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
     def run(rank: int, world_size: int) -> list[float]:
         load = lambda place: DataLoader(Slow(place, 60 if place[0] else 5), batch_size=None)  # noqa: E731
         make = partial(noting, on_train_batch_end=lambda self, *_: ended.append(time.monotonic()))
-        run_fit(rank, world_size, load, make=make, choices={**CHOICES, "sync_every": 20}, max_epochs=1)
+        run_fit(rank, world_size, load, make=make, choices={"sync_every": 20}, max_epochs=1)
         return ended
 
     first, second = run_processes(run, 2)
@@ -494,9 +477,9 @@ def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -
 def test_a_fit_that_ended_by_steps_has_looked_at_no_batch_that_a_longer_one_misses(rank: int, tmp_path: Path) -> None:
     noted: list[int] = []
     for steps, resume in ((3, None), (8, tmp_path / "step=3.ckpt")):
-        save = pl.callbacks.ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-        choices = {"max_steps": steps, "callbacks": [save], "enable_checkpointing": True, "resume": resume}
-        noted += [step for *_, step in run_fit(rank, 2, Case((8, 8), []).load, **choices)["common"]["batches"]]
+        saves = saving(LIGHTNING, tmp_path, every_n_train_steps=1)
+        choices = {"max_steps": steps, "callbacks": saves, "enable_checkpointing": True, "resume": resume}
+        noted += [step for *_, step in run_fit(rank, 2, case((8, 8), []).load, **choices)["common"]["batches"]]
     assert noted == list(range(1, 9))
 
 

@@ -29,12 +29,10 @@ from torchmetrics import MeanMetric, MetricCollection
 from lightning_sdiloco.lightning.model_format import SingleRankDDP
 from tests import fits
 from tests.bits import same
-from tests.fits import LIGHTNING, batches, refusal, since
+from tests.fits import LIGHTNING, OTHER, SHORT, batches, refusal, since
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import batch, mlp
 
-OTHER = "pytorch_lightning"
-SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:1"}
 pl = importlib.import_module(LIGHTNING)
 
 
@@ -126,23 +124,18 @@ def test_an_argument_of_the_trainer(rank: int) -> None:
 # Monitors
 
 
-def logging_its_own(of: Any) -> Any:
-    """Makes modules that log, as "own", a number that depends on epoch and rank."""
-
-    def on_validation_epoch_end(self: Any) -> None:
-        self.log("own", float(of(self.current_epoch, self.global_rank)))
-
-    return partial(evaluated, on_validation_epoch_end=on_validation_epoch_end)
-
-
 @in_ranks(2)
 def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
     """Whether the monitored number is the same in all groups or not."""
     # A loss never gets better by so much.
     monitors = [(name, LIGHTNING, 100.0, 3) for name in ("val_loss", "train_loss", "train_loss_epoch")]
     monitors += [("own", name, 0.5, 6) for name in (LIGHTNING, OTHER)]
-    # Stops getting better in epoch 3 of group 0 and never in group 1.
-    make = logging_its_own(lambda epoch, rank: -(min(epoch, 3) if rank == 0 else epoch))
+
+    def log_own(self: Any) -> None:
+        # Stops getting better in epoch 3 of group 0 and never in group 1.
+        self.log("own", -float(min(self.current_epoch, 20 if rank else 3)))
+
+    make = partial(evaluated, on_validation_epoch_end=log_own)
     for monitor, name, delta, epochs in monitors:
         stop = importlib.import_module(name).callbacks.EarlyStopping(monitor, min_delta=delta, patience=2)
         trainer, _, holds = run_fit(rank, name, make=make, max_epochs=20, callbacks=[stop])
@@ -154,6 +147,9 @@ def test_early_stopping_stops_all_groups_at_the_same_epoch(rank: int) -> None:
 def test_all_ranks_choose_the_same_best_checkpoint(rank: int, distribution: str, tmp_path: Path) -> None:
     """By a number that is the same in all groups, by one that each rank has for itself, and by one of batches."""
 
+    def log_own(self: Any) -> None:
+        self.log("own", float(self.current_epoch - 1 - 2 * rank) ** 2)
+
     def training_step(self: Any, parts: Any, index: int) -> Tensor:
         self.log("of_batch", float(self.global_rank + index), sync_dist=True)
         return self.loss(parts)  # type: ignore[no-any-return]
@@ -164,7 +160,7 @@ def test_all_ranks_choose_the_same_best_checkpoint(rank: int, distribution: str,
         for monitor in ("val_loss", "own")
     ]
     saves.append(saving(tmp_path / "of_batch", "{step}-{of_batch:.1f}", monitor="of_batch", every_n_train_steps=3))
-    make = partial(logging_its_own(lambda epoch, rank: (epoch - 1 - 2 * rank) ** 2), training_step=training_step)
+    make = partial(evaluated, training_step=training_step, on_validation_epoch_end=log_own)
     run_fit(rank, distribution, make=make, max_epochs=5, callbacks=saves, enable_checkpointing=True)
     assert agreed(
         [(saved.best_model_path, float(saved.best_model_score), sorted(saved.best_k_models)) for saved in saves]
@@ -185,20 +181,17 @@ def plateau(distribution: str, seed: int, monitor: str, interval: str) -> Any:
         # Gets worse in group 0 only.
         self.log("own", float(self.current_epoch if self.global_rank == 0 else -10 * self.current_epoch))
 
-    def on_train_batch_end(self: Any, *args: Any) -> None:
-        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-
     def configure_optimizers(self: Any) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
         # A loss never gets better by so much, so that every step of the scheduler after the first cuts the rate.
         limits = {"patience": 0, "threshold": 0.5 if monitor == "own" else 100.0, "threshold_mode": "abs"}
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, **limits)
-        frequency = 1 if interval == "epoch" else 5
-        config = {"scheduler": scheduler, "monitor": monitor, "interval": interval, "frequency": frequency}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+        config = {"monitor": monitor, "interval": interval, "frequency": 1 if interval == "epoch" else 5}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **config}}
 
-    own = (training_step, on_train_epoch_end, on_train_batch_end, configure_optimizers)
-    return evaluated(distribution, seed, rates=[], **{hook.__name__: hook for hook in own})
+    own = {hook.__name__: hook for hook in (training_step, on_train_epoch_end, configure_optimizers)}
+    own["on_train_batch_end"] = lambda self, *_: self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+    return evaluated(distribution, seed, rates=[], **own)
 
 
 @in_ranks(2)
