@@ -186,10 +186,8 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
         MetricsServer("9400", lambda: STATUS)
 
 
-def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(
-    world: World, keys: Path, tmp_path: Path
-) -> None:
-    hub, bundle = world.start(sites=1), ["--keys", str(keys / "a.bundle")]
+def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(world: World) -> None:
+    hub, bundle = world.start(sites=1), ["--keys", str(world.keys / "a.bundle")]
 
     def examined(*options: str, code: int = 0, port: int = hub.port) -> dict[str, Any]:
         """What it says as JSON, by the names of what was looked at."""
@@ -210,11 +208,11 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     # Loopback; bounded bytes.
     assert min(told["bits_per_second_to_hub"], told["bits_per_second_from_hub"]) > 1e6
     assert told["run"]["found"] == "not founded yet: 1 more sites are needed; here: none"
-    own = init_keys(tmp_path / "others", RUN)
+    own = init_keys(world.folder / "others", RUN)
     told = examined("--keys", str(own), code=1)
     assert "handshake" in told["hub"]["found"].lower()
     assert "another authority" in told["hub"]["fix"]
-    told = examined("--keys", str(keys / "a.bundle"), "--run", "run-2", code=1)
+    told = examined("--keys", str(world.keys / "a.bundle"), "--run", "run-2", code=1)
     assert "These keys are for run 'run-1', and not for run='run-2'" in told["findings"][-1]["found"]
     told = examined("--insecure", "--run", RUN, code=1)
     assert "a hub with keys takes nobody without" in told["hub"]["fix"]
@@ -244,7 +242,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert told["reachability"]["found"] == f"127.0.0.1:{hub.port}: connection refused"
     assert f"--listen 0.0.0.0:{hub.port}" in told["reachability"]["fix"]
     with pytest.warns(UserWarning, match="without TLS"):
-        service = HubService(RUN, tmp_path / "open.sqlite", 1, insecure=True)
+        service = HubService(RUN, world.folder / "open.sqlite", 1, insecure=True)
     service.start()
     try:
         told = examined("--insecure", "--run", "run-2", code=1, port=service.port)

@@ -53,19 +53,13 @@ def record(round: int, *counted: Contribution, previous: str = RUN_CONFIG, final
     return Record(round - 1, 0, round, previous, counted, final=final)
 
 
-def chain(*rounds: Contribution) -> list[Record]:
-    """Records of one fragment, each of one contribution."""
-    found: list[Record] = []
-    for number, counted in enumerate(rounds, 1):
-        found.append(record(number, counted, previous=found[-1].key if found else RUN_CONFIG))
-    return found
-
-
 def snapshot(*records: Record, digest: int = DIGEST) -> StateHeader:
     return StateHeader((records[-1].position if records else Position(0, RUN_CONFIG),), (digest,))
 
 
-RECORDS = chain(*[own("b", round) for round in range(1, 31)])
+RECORDS: list[Record] = []
+for number in range(1, 31):
+    RECORDS.append(record(number, own("b", number), previous=RECORDS[-1].key if RECORDS else RUN_CONFIG))
 
 # A hub
 

@@ -114,16 +114,14 @@ def claiming(served: Served, **other: str) -> HubClient:
     return site
 
 
-def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
-    served: Served, keys: Path, tmp_path: Path
-) -> None:
+def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(served: Served, tmp_path: Path) -> None:
     import grpc
 
     with pytest.warns(UserWarning, match="insecure=True"):
         without_tls = served.client("site-a", keys=None, insecure=True)
     init_keys(tmp_path / "keys", RUN)
     other = add_keys(tmp_path / "keys", "site-a")
-    expired = add_keys(keys, "forgotten", days=-1)
+    expired = add_keys(served.keys, "forgotten", days=-1)
 
     earlier = datetime.datetime.now(datetime.timezone.utc) - datetime.timedelta(days=2)
     # Its own look at the date would refuse it before it comes to the hub.
@@ -133,14 +131,14 @@ def test_who_has_no_certificate_of_the_authority_is_no_member_and_no_hub(
     for stranger, told in strangers:
         with pytest.raises(HubUnreachable, match=told):
             stranger.call("ping")
-    authority, own = load(keys, "site-a").authority, load(other)
+    authority, own = load(served.keys, "site-a").authority, load(other)
     for certificate in ((), (own.key, own.certificate)):
         with channel_to(served.port, authority, *certificate) as channel:
             assert refusal(lambda channel=channel: ping(channel)) == "UNAVAILABLE"
     # A site refuses who passes for the hub: one of another authority, and a site of its own.
     with Served(tmp_path, tmp_path / "keys") as false, pytest.raises(HubUnreachable, match="same authority"):
         served.client("site-a", port=false.port).send(b"secret")
-    site = load(keys, "site-b")
+    site = load(served.keys, "site-b")
     server = grpc.server(None)
     credentials = grpc.ssl_server_credentials([(site.key, site.certificate)], site.authority, True)
     port = server.add_secure_port("127.0.0.1:0", credentials)
@@ -166,9 +164,7 @@ def test_garbage_is_refused_before_it_takes_memory(served: Served, keys: Path) -
         assert refusal(lambda: empty(iter([]), timeout=5)) == "INVALID_ARGUMENT"
 
 
-def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
-    served: Served, keys: Path, tmp_path: Path
-) -> None:
+def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(served: Served, tmp_path: Path) -> None:
     for claim in ({"name": "site-b"}, {"role": "operator"}, {"name": "boss", "role": "operator"}):
         with pytest.raises(Denied, match="certificate of site 'site-a' does not speak for"):
             claiming(served, **claim).call("ping")
@@ -188,7 +184,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     other = tmp_path / "keys"
     other.mkdir()
     for name in ("ca.key", "ca.pem"):
-        (other / name).write_bytes((keys / name).read_bytes())
+        (other / name).write_bytes((served.keys / name).read_bytes())
     (other / "run").write_text("run-2\n")
     add_keys(other, "site-a")
     # It would look for the hub of its own run, and not find it.
@@ -197,10 +193,10 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(
     stranger.identity = stranger.identity._replace(run=RUN)
     with pytest.raises(Denied, match="certificate is for run 'run-2'"):
         stranger.call("ping")
-    add_keys(keys, "leaver")
+    add_keys(served.keys, "leaver")
     leaver = served.client("leaver")
     leaver.call("ping")
-    revoke_keys(keys, "leaver")
+    revoke_keys(served.keys, "leaver")
     with pytest.raises(Denied, match="has been revoked"):
         leaver.call("ping")
     with patch.object(client, "PROTOCOL", 0), pytest.raises(Refused, match="update the older side"):
@@ -390,9 +386,7 @@ def quickly(call: Callable[[], object], seconds: float = 1.0) -> None:
     assert time.monotonic() - began < seconds
 
 
-def test_a_later_incarnation_of_a_site_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(
-    hub: Served,
-) -> None:
+def test_a_later_incarnation_takes_the_place_of_an_earlier_one_and_events_reach_whom_they_are_for(hub: Served) -> None:
     with pytest.raises(Refused, match="another run config"):
         next(hub.client("site-a").events(lambda: {"refused": True}))
     with pytest.raises(Malformed):
