@@ -751,7 +751,7 @@ class Coordinator:
             if self._ledger is None:
                 return _AGAIN
             ledger = self._ledger
-            if now >= self._snapshot_at and ledger.snapshots.is_due(at.round for at in ledger.closed):
+            if now >= self._snapshot_at and self._wants_snapshot(ledger):
                 self._snapshot_at = now + _AGAIN
                 donor = ledger.source("", now)
                 if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
@@ -765,6 +765,12 @@ class Coordinator:
                 self._tidy_at = now + _TIDY_EVERY
                 self._tidy(ledger.kept)
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
+
+    def _wants_snapshot(self, ledger: Ledger) -> bool:
+        """Tells whether it is time for one: after some rounds, or sooner where there is no room for their payloads."""
+        rounds, free = [at.round for at in ledger.closed], self.store.free
+        is_short = free is not None and free < self._still_needs(ledger)
+        return ledger.snapshots.is_due(rounds, RETENTION if is_short else None)
 
     def _go_on(self, now: float) -> str | None:
         """Hands on what is complete and closes what is due; returns what keeps it from that."""

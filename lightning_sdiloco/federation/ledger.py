@@ -449,11 +449,12 @@ class Snapshots:
         last = max((i for i, (header, ok) in enumerate(sound) if len(ok) == len(header.applied)), default=0)
         self._states = sound[last:]
 
-    def is_due(self, rounds: Iterable[int]) -> bool:
+    def is_due(self, rounds: Iterable[int], every: int | None = None) -> bool:
         if not self._states:
             return True
         newest = self._states[-1][0].applied
-        return any(closed - own.round >= SNAPSHOT_EVERY for closed, own in zip(rounds, newest, strict=True))
+        every = SNAPSHOT_EVERY if every is None else every
+        return any(closed - own.round >= every for closed, own in zip(rounds, newest, strict=True))
 
 
 class Timings:

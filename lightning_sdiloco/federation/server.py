@@ -426,6 +426,11 @@ class HubService(Hub):
                 f"ledger={str(ledger)!r} is a URL, and a run has one hub, whose ledger is a file on its machine: give a"
                 " path. Where that hub ends, start it again with it; sites train on meanwhile."
             )
+        if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
+            raise ValueError(
+                f"backups={str(backups)!r} is no place for copies: the run itself is in that folder, and a copy would"
+                " take its place. Give another folder, on another disk."
+            )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
         self._awake, self._closed = threading.Event(), threading.Event()

@@ -26,6 +26,8 @@ from lightning_sdiloco.federation.ledger import OpenRound
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Contribution, Lost, Payload, Record, Recorded
 from lightning_sdiloco.federation.remote import HubConnection
+from lightning_sdiloco.federation.run_config import RETENTION
+from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.federation.wire import CHUNK, HubError, HubUnreachable, NoSpace, pack
 from tests.federation.hubs import TERMS, Served, World, joined, put, require_agreement, until
 from tests.federation.scripted import RUN, run_config
@@ -250,7 +252,10 @@ def test_a_run_goes_on_from_a_copy_of_its_hub(world: World, tmp_path: Path) -> N
         world.kill(name)
     world.service.close()
     shutil.rmtree(first)
-    world.start(ledger=copy / "hub.sqlite", backups=copy, backups_every=0.2)
+    for folder in (copy, copy / ".." / "copy"):
+        with pytest.raises(ValueError, match="the run itself is in that folder"):
+            world.start(ledger=copy / "hub.sqlite", backups=folder)
+    world.start(ledger=copy / "hub.sqlite", backups=first)
     records = world.status()["records"]
     assert records >= 6
     world.join("a", "b", seed=7)
@@ -381,6 +386,19 @@ def test_a_snapshot_that_arrives_some_rounds_later_takes_the_place_of_the_one_be
     until(lambda: rounds in world.status()["snapshots"])
     assert world.status()["snapshots"] == [rounds]
     assert world.service.coordinator.ledger.kept == tuple(round + 1 for round in rounds)
+
+
+def test_a_snapshot_comes_sooner_where_the_disk_has_no_room_for_all_payloads_until_the_next(world: World) -> None:
+    site = world.found("a", rounds=RETENTION + 4)
+    ledger = world.service.coordinator.ledger
+    assert [[at.round for at in own.applied] for own in ledger.snapshots.headers] == [[0, 0]]
+    # A little less than it still needs.
+    with patch.object(BlobStore, "free", world.status()["disk"]["still_needs"] - 1):
+        world.run(lambda: min(at.round for at in ledger.snapshots.headers[-1].applied) > RETENTION)
+        world.more(1)
+    assert len(ledger.snapshots.headers) == 1, "it is verified, and the one before is gone"
+    assert min(ledger.kept) > min(site.rounds) - RETENTION - 2
+    assert min(ledger.kept) > 1
 
 
 def test_what_a_checkpoint_has_in_flight_waits_until_the_hub_has_let_the_site_in(
