@@ -272,7 +272,10 @@ class Follower:
             # What few have applied did not happen in the run that was founded again: they take the state of the others.
             if own.applied.round >= closed.round and own.applied != closed:
                 own.forget()
-                own.applied, own.closed, own.records = Position(0, self._run_config), 0, {}
+                own.applied, own.records = Position(0, self._run_config), {}
+            # Nor did what was heard of later rounds, and never landed.
+            own.records = {round: one for round, one in own.records.items() if round <= closed.round}
+            own.closed = own.applied.round
         for own, closed in zip(self.fragments, welcome.closed, strict=True):
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(

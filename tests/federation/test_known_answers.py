@@ -511,6 +511,18 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
     assert behind.due(0) == [RECORDS[0]], "it follows records meanwhile"
 
 
+def test_what_a_site_has_heard_of_is_forgotten_where_a_run_is_founded_again_without_it() -> None:
+    made = follower()
+    made.learn(RECORDS[0])
+    made.land(RECORDS[0], DIGEST, DIGEST)
+    made.learn(RECORDS[1])  # and its payloads never came
+    made.welcome(Welcome((RECORDS[0].position,), (1,), founded_again=True))
+    assert (made.lag, made.follows, made.due(0)) == (0, True, [])
+    other = record(2, own("b"), previous=RECORDS[0].key)
+    made.learn(other)
+    assert made.due(0) == [other]
+
+
 def test_a_state_is_verified_against_the_records() -> None:
     made = Follower(TERMS, RUN_CONFIG, "a", incarnation())
     made.welcome(Welcome((RECORDS[11].position,), (5,)))
