@@ -328,8 +328,10 @@ class HubConnection:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            self._coming.discard(record.key)
-            self._close(record, blobs)
+            # What an earlier connection told is told again, or did not happen in a run that was founded again.
+            if self._rank or record.key in self._coming:
+                self._coming.discard(record.key)
+                self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
         """Tells of a record, and forgets what this site has contributed to its round, or to one before it."""
