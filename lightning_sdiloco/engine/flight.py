@@ -112,8 +112,8 @@ class Synchronizer:
         payloads = [message[: message.numel() - tail_bytes] for message in messages]
         self._check(controls, launch)
         # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
-        is_gradient, is_spoilt = launch.purpose is Purpose.GRADIENT, not all(own.finite for own in controls)
-        controls = [own._replace(finite=True) for own in controls] if is_gradient else controls
+        is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
+        controls = [own._replace(finite=True) for own in controls] if is_spoilt else controls
         count, began = self._count(controls, launch), time.perf_counter()
         # Where groups exchange with some alone, the mean is that of these.
         partners = launch.leg or range(topology.num_groups)
@@ -151,7 +151,8 @@ class Synchronizer:
             # What has travelled goes before the outer step makes what is new.
             del payloads, hop
             posts.clear()
-        mean = mean.fill_(math.nan) if is_gradient and is_spoilt else mean
+        if is_spoilt:
+            mean.fill_(math.nan)
         # The outer step takes the mean.
         norm = whole_norm(fragment.change(launch.purpose, mean), in_group)
         began = time.perf_counter()

@@ -182,9 +182,10 @@ class HubClient:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return
-                # What waits for it ends at once, and all connections are made anew.
-                self.away = None if kind == "Missing" else why  # that hub is there, and lacks something
-                self._look_elsewhere()
+                # What waits for it ends at once, and connections are made anew; a hub that lacks something is there.
+                self.away = None if kind == "Missing" else why
+                if self.away is not None:
+                    self._look_elsewhere()
                 yield Event("lost", {"why": why, "kind": kind})
                 self._closed.wait(backoff(broken, self._heartbeat / 5, _LONGEST_PAUSE))
                 broken = min(broken + 1, 10)

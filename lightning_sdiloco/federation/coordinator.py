@@ -768,9 +768,11 @@ class Coordinator:
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
         """Tells whether it is time for one: after some rounds, or sooner where there is no room for their payloads."""
-        rounds, free = [at.round for at in ledger.closed], self.store.free
-        is_short = free is not None and free < self._still_needs(ledger)
-        return ledger.snapshots.is_due(rounds, RETENTION if is_short else None)
+        rounds = [at.round for at in ledger.closed]
+        if not ledger.snapshots.is_due(rounds, RETENTION):
+            return False
+        free = self.store.free
+        return ledger.snapshots.is_due(rounds) or (free is not None and free < self._still_needs(ledger))
 
     def _go_on(self, now: float) -> str | None:
         """Hands on what is complete and closes what is due; returns what keeps it from that."""

@@ -264,8 +264,8 @@ class Fit(FitState):
             engine.choose(self.options.settings)
             if self.trainer.is_global_zero:
                 _log.warning(
-                    "The warm-up ends after %d inner steps, not after %d: the link is too slow for gradients, for which"
-                    " training waits %.0f %% of the time. Give warmup_steps=%d to have it all the same.",
+                    "The warm-up ends after %d inner steps, not after %d: training waits for gradients for %.0f %% of"
+                    " the time. Give warmup_steps=%d to have it all the same.",
                     STEPS + 1,
                     was,
                     100 * share,

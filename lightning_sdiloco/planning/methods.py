@@ -86,13 +86,14 @@ class Streaming:
         both_hops = zip(self._messages, self._second_hops, strict=True)
         self._sent = [self._connections * sum(both) + words for both in both_hops]
         # What replaces parameters without a round that could make up for a loss.
+        exact, gradients = (
+            all_reduce_for(exchange, groups.groups, codec, mixing)
+            for codec in (resolve("fp32"), settings.gradient_codec)
+        )
         self._exact, self._gradients = (
-            sum(CONTROL_BYTES + one.payload_bytes(shard) + one.second_hop_bytes(shard) for shard in self._shards)
-            * groups.connections
-            for one in (
-                all_reduce_for(exchange, groups.groups, codec, mixing)
-                for codec in (resolve("fp32"), settings.gradient_codec)
-            )
+            groups.connections
+            * sum(CONTROL_BYTES + one.payload_bytes(shard) + one.second_hop_bytes(shard) for shard in self._shards)
+            for one in (exact, gradients)
         )
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 

@@ -243,7 +243,7 @@ def train(name: str, place: Place) -> None:
 # The hub
 
 
-def serve(sites: int, place: Place) -> None:
+def serve(sites: int, place: Place, refound: bool = False) -> None:
     """Serves a run that so many sites found, from what is on its disk, until it is killed; SIGUSR1 ends the run."""
     notebook = place.enter("hub")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -262,7 +262,7 @@ def serve(sites: int, place: Place) -> None:
     watch(SQLiteLedger, "append", after=append)
     port = place.hub.rpartition(":")[2]
     ledger, keys = place.folder / "hub.sqlite", place.folder / "keys"
-    service = HubService(RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys)
+    service = HubService(RUN, ledger, sites=sites, listen=f"0.0.0.0:{port}", keys=keys, refound=refound)
     ends = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: ends.set())
     service.start()

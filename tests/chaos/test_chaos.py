@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from benchmarks.links import Links, missing
 from tests.chaos.__main__ import run
-from tests.chaos.checks import Found, Told, examined
+from tests.chaos.checks import Found, Told, counted_twice, examined
 from tests.chaos.faults import ALL, HUB, STAGES, Fault
 from tests.chaos.play import Play, played
 from tests.chaos.processes import BATCH
@@ -84,6 +84,39 @@ def test_a_federation_bears_a_thousand_faults(tmp_path: Path) -> None:
     found = run(1, faults=1000, minutes=7.5 * 60, namespaces=False, seconds=0.05, folder=tmp_path)
     assert sum(found["faults"].values()) == 1000
     require_good(found)
+
+
+class OnLostDisks(World):
+    """A world whose hub finds nothing of its run when it is started again, and founds it from what the sites hold."""
+
+    @override
+    def told(self, name: str) -> tuple[Any, ...]:
+        told, store = super().told(name), self.folder / "hub.store"
+        if name == HUB and store.exists():
+            shutil.rmtree(store)
+            for file in self.folder.glob("hub.sqlite*"):
+                file.unlink()
+            return *told, True
+        return told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_ledger_is_lost_goes_on_from_living_sites_and_from_checkpoints(tmp_path: Path) -> None:
+    with OnLostDisks(tmp_path, "abc", 0.05) as world:
+        told, _ = played(world, Fault("kill", HUB, 2.0), Fault("blackout", ALL, 2.0))
+        assert world.said(HUB).count("has been founded again") == 2
+    ends = [note["outer"] for notes in told.sites.values() for note in notes if note["what"] == "ended"]
+    assert ends == ends[:1] * 3
+    assert counted_twice(told, BATCH) == []
+    for notes in told.sites.values():
+        # Who lives on goes on with what it holds, and who was killed with what its checkpoint holds.
+        first, again = (index for index, note in enumerate(notes) if note["what"] == "up")
+        for own in (notes[first:again], notes[again:]):
+            rounds = [min(note["rounds"]) for note in own if note["what"] == "step"]
+            assert rounds == sorted(rounds)
+            assert rounds[-1] > rounds[0] + 1
+        assert rounds[0] > 0
 
 
 # A hub and its sites are updated one after the other, while training goes on

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from lightning_sdiloco.federation.follower import Follower
 from lightning_sdiloco.federation.keys import Peer
 from lightning_sdiloco.federation.ledger import OpenRound
 from lightning_sdiloco.federation.memory import InProcessHub
-from lightning_sdiloco.federation.messages import Contribution, Lost, Payload, Record, Recorded
+from lightning_sdiloco.federation.messages import Contribution, Event, Lost, Payload, Record, Recorded
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import RETENTION
 from lightning_sdiloco.federation.store import BlobStore
@@ -361,6 +362,35 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
     until(lambda: sum(isinstance(told, Recorded) and told.blobs is not None for told in unread) == 2)
     world.service.close()
     until(lambda: any(isinstance(told, Lost) for told in unread), 5.0)
+
+
+def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(world: World) -> None:
+    connection: Any = world.found("a", rounds=2).connection
+    record = world.service.coordinator.ledger.history[0][-1]
+    until(lambda: not connection._coming and not connection.events())
+    get, asked, goes_on = connection._client.get_small, threading.Event(), threading.Event()
+
+    def slow(wanted: Any) -> Any:
+        asked.set()
+        assert goes_on.wait(10)
+        return get(wanted)
+
+    with patch.object(connection._client, "get_small", slow):
+        connection.applied = [0, 0]
+        for lost in (True, False):
+            asked.clear()
+            goes_on.clear()
+            connection.hear(Event("record", {}, record.to_bytes()))
+            assert asked.wait(10)
+            if lost:
+                connection.hear(Event("lost", {"why": "the link is cut", "kind": "HubUnreachable"}))
+            goes_on.set()
+            told = lambda: [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]  # noqa: E731
+            if lost:
+                time.sleep(0.5)
+                assert told() == []
+            else:
+                until(told)
 
 
 def test_a_round_costs_each_site_one_stream_however_many_sites_there_are(world: World) -> None:

@@ -206,4 +206,4 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     result = Pending.result
     monkeypatch.setattr(Pending, "result", lambda pending: (sleep(0.02), result(pending))[1])
     assert fit(220)[0] == 9
-    assert rank or "ends after 9 inner steps, not after 11: the link is too slow" in said[-1]
+    assert rank or "ends after 9 inner steps, not after 11: training waits for gradients" in said[-1]
