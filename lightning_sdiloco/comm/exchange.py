@@ -35,11 +35,13 @@ class Exchange(ABC, Generic[Posted]):
     Attributes:
         device: Where messages are sent from.
         learns_sizes: Whether messages may be posted before their receivers know how long they are.
+        is_in_one_order: Whether all ranks must collect in the same order, whichever hop it is.
         arrived: When the last message of each group came, where that is seen; 0 of this group.
         sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
     """
 
     learns_sizes = True
+    is_in_one_order = False
 
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
@@ -320,8 +322,7 @@ def nccl_on(device: torch.device) -> DeviceBackend:
 class _OnDevice(NamedTuple):
     messages: Sequence[Tensor]
     received: list[Tensor]
-    works: list[dist.Work]
-    failure: Unanswered | None
+    calls: list[dist.P2POp]
 
 
 class DeviceExchange(Exchange[_OnDevice]):
@@ -333,9 +334,15 @@ class DeviceExchange(Exchange[_OnDevice]):
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
     it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
     whoever waits for it would otherwise wait for the slowest group, without a bound.
+
+    [Note: a device is in one order] What a device has begun to send it goes on with until the other side does the same,
+    and what waits for all of the device, as the first use of a kernel may, waits for that too. So messages begin to
+    travel when they are collected: after the words of all groups, who then have made theirs, and in an order that is
+    the same on all ranks. Hops of two flights that began in different orders were seen to wait for each other.
     """
 
     learns_sizes = False
+    is_in_one_order = True
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(process_group))
@@ -360,7 +367,7 @@ class DeviceExchange(Exchange[_OnDevice]):
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _OnDevice:
-        """Starts to send what the current stream has been given to compute."""
+        """Makes ready what the current stream has been given to compute; see [Note: a device is in one order]."""
         sent = [message.contiguous() for message in messages]
         own = sent[self._group]
         known = [own.numel()] * self.num_groups if sizes is None else sizes
@@ -372,12 +379,7 @@ class DeviceExchange(Exchange[_OnDevice]):
             for call, tensor in ((dist.irecv, received[group]), (dist.isend, sent[group]))
             if tensor.numel()
         ]
-        try:
-            works = dist.batch_isend_irecv(calls) if calls else []
-        except RuntimeError as error:
-            # It is raised when the messages are collected, so that all ranks of this group learn of it together.
-            return _OnDevice(sent, received, [], self._gone(error))
-        return _OnDevice(sent, received, works, None)
+        return _OnDevice(sent, received, calls)
 
     @override
     def collect(self, posted: _OnDevice, deadline: float, sizes: Sequence[int] | None = None) -> list[Tensor]:
@@ -386,9 +388,11 @@ class DeviceExchange(Exchange[_OnDevice]):
         return posted.received
 
     def _wait(self, posted: _OnDevice, deadline: float) -> None:
-        if posted.failure is not None:
-            raise posted.failure
-        for work in posted.works:
+        try:
+            works = dist.batch_isend_irecv(posted.calls) if posted.calls else []
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        for work in works:
             while not work.is_completed():
                 if time.monotonic() >= deadline:
                     # The device may still read and write these: their memory must not become that of other tensors.
@@ -399,7 +403,7 @@ class DeviceExchange(Exchange[_OnDevice]):
                         threading.Thread(target=abort, name="sdiloco-abort", daemon=True).start()
                     raise self._unanswered("did not answer in time")
                 time.sleep(_BETWEEN_LOOKS)
-        for work in posted.works:
+        for work in works:
             try:
                 # See [Note: the stream never waits for another rank]. A failed transfer is over too; it raises here.
                 work.wait()

@@ -3,8 +3,8 @@
 import atexit
 import functools
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from numbers import Integral
@@ -249,7 +249,8 @@ def mesh_of(layout: GroupLayout, device: str, data_parallel: int, tensor_paralle
     world, mesh = _meshes.get((shape, device, timeout), (None, None))
     if world is not dist.group.WORLD:
         names = ("worker_group", "data_parallel", "tensor_parallel")
-        whole = init_device_mesh(device, shape, mesh_dim_names=names)
+        with _unbound() if Communicator(dist.group.WORLD).is_on_host else nullcontext():
+            whole = init_device_mesh(device, shape, mesh_dim_names=names)
         for name in names[1:]:
             dist.distributed_c10d._set_pg_timeout(timeout, whole.get_group(name))
         mesh = whole["data_parallel", "tensor_parallel"]
@@ -298,11 +299,9 @@ def _exchanges(
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
         first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))
         return control, progress, first, second
-    # One for each hop: two threads post outer gradients and means, in an order that may differ between ranks.
-    on_devices = [DeviceExchange(process_group(on_device.name), on_device.device) for _ in range(2)]
-    for one in on_devices:
-        one.meet(time.monotonic() + timeout.total_seconds())
-    return control, progress, on_devices[0], on_devices[1]
+    both_hops = DeviceExchange(process_group(on_device.name), on_device.device)
+    both_hops.meet(time.monotonic() + timeout.total_seconds())
+    return control, progress, both_hops, both_hops
 
 
 def _own(
@@ -315,4 +314,18 @@ def _own(
             return backend.process_group(ranks, timeout)
         return dist.new_group(ranks, timeout=timeout, backend=backend)
 
-    return next(group for group, ranks in zip(list(map(made, all_ranks)), all_ranks, strict=True) if rank in ranks)
+    is_gloo = backend == "gloo" or isinstance(backend, SharedGloo) or (backend is None and world().is_on_host)
+    with _unbound() if is_gloo else nullcontext():
+        groups = list(map(made, all_ranks))
+    return next(group for group, ranks in zip(groups, all_ranks, strict=True) if rank in ranks)
+
+
+@contextmanager
+def _unbound() -> Iterator[None]:
+    """Keeps torch from splitting process groups off a default one that is bound to a device: gloo cannot do that."""
+    default: Any = dist.group.WORLD
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound

@@ -188,3 +188,46 @@ def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> N
     told = [error[error.rindex("ValueError: The ranks [0, 1] of the worker groups cannot") :] for error in errors]
     assert ["cannot exchange over mute" in one and "NCCL_SOCKET_IFNAME" in one for one in told] == [True, True]
     assert "no route to host" in told[0], "the first to fail knows why"
+
+
+def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_all_ranks() -> None:
+    """Otherwise devices may wait for each other, each with a hop that the other has not begun: one was seen to."""
+
+    def run(rank: int, world_size: int) -> tuple[list[int], float, float]:
+        topology, began = joined(2, 2, "pretend"), list[tuple[int, float]]()
+        fragments = [["0.*"], ["1.*", "2.*", "3.*"]]
+        choices = {"compression": "fp32", "exchange": "two_shot", "fragments": fragments, "overlap_steps": 5}
+        training = Training("pretend", rank, topology=topology, **choices)
+        travel, patch = dist.batch_isend_irecv, pytest.MonkeyPatch()
+        patch.setattr(dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1])
+        post, launched = topology.control.post, list[float]()
+        patch.setattr(topology.control, "post", lambda *args: (launched.append(time.monotonic()), post(*args))[1])
+        for step in range(STEPS):
+            # The one is late where it launches, and the other where it takes a mean.
+            time.sleep(0.15 if rank and step % 3 == 2 else 0.0)
+            training.step()
+        training.engine.close()
+        patch.undo()
+        return [size for size, _ in began], launched[0], began[0][1]
+
+    def noted(calls: list[Any]) -> tuple[int, float]:
+        time.sleep(0.02)
+        return calls[0].tensor.numel(), time.monotonic()
+
+    (one, early, travelled), (other, late, _) = run_ranks(run, 2, timeout=60)
+    assert one == other == 2 * [1080, 920, 3240, 2760], "the hops of one flight, and then those of the next"
+    assert early + 0.1 < late < travelled
+
+
+def test_process_groups_of_gloo_are_made_where_the_default_one_is_bound_to_a_device() -> None:
+    """As Lightning binds it on GPUs: torch then splits others off, which gloo cannot do."""
+
+    def run(rank: int, world_size: int) -> None:
+        default: Any = dist.group.WORLD
+        # A CPU cannot be split off either.
+        default.bound_device_id = torch.device("cpu", 0)
+        topology = Topology.of_world(GroupLayout(world_size, 2), timedelta(seconds=30))
+        assert topology.world.all_gather_object(rank) == list(range(world_size))
+        assert default.bound_device_id == torch.device("cpu", 0)
+
+    run_ranks(run, 4)
