@@ -3,18 +3,19 @@
 A payload of ``numel`` values is ``ceil(numel / 128)`` tops of 16 bits, then ``ceil(numel / 2)`` bytes of codes.
 ``docs/compression.md`` has the format byte by byte and the measurements behind the choices.
 
-[Note: compiled when the package is built] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the
-time. ``hatch_build.py`` compiles it where there is a C compiler; nothing is compiled later. Operations of torch are the
-reference and do without it, so ranks need not agree on it: it has shown on a sample that it gives their bits.
+[Note: in one pass] On a CPU, ``fp4.c`` does the same in one pass, the mean in an eighth of the time. ``hatch_build.py``
+compiles it where there is a C compiler; nothing is compiled later. On a GPU, ``fp4_triton.py`` does, where torch has
+brought Triton. Operations of torch are the reference and do without either, so ranks need not agree on them: each has
+shown on a sample that it gives their bits.
 """
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,24 +77,24 @@ class FP4(Leveled):
 
     @override
     def encode(self, values: Tensor) -> Tensor:
-        library = _native_for(values)
-        return super().encode(values) if library is None else _encode(library, values)
+        passes = _passes_for(values)
+        return super().encode(values) if passes is None else passes.encode(values)
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
-        library = _native_for(payload, out)
-        if library is None:
+        passes = _passes_for(payload, out)
+        if passes is None:
             super().decode(payload, out)
         else:
-            _decode(library, payload, out)
+            passes.decode(payload, out)
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        library = _native_for(out, *[payload for payload, _ in sent])
-        if library is None or not sent:
+        passes = _passes_for(out, *[payload for payload, _ in sent])
+        if passes is None or not sent:
             super().mean(sent, out)
         else:
-            _mean(library, sent, out)
+            passes.mean(sent, out)
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,57 +113,84 @@ class FP4(Leveled):
         return from_bfloat16_bits(scales)
 
 
-def _native_for(*tensors: Tensor) -> ctypes.CDLL | None:
+class Passes(NamedTuple):
+    """The same in one pass each, on one type of device."""
+
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor, Tensor], None]
+    mean: Callable[[Sequence[tuple[Tensor, float]], Tensor], None]
+
+
+def _passes_for(*tensors: Tensor) -> Passes | None:
+    device = tensors[0].device
     for each in tensors:
-        if type(each) is not Tensor or each.device.type != "cpu" or not each.is_contiguous():
+        if type(each) is not Tensor or each.device != device or not each.is_contiguous():
             return None
-    return native()
+    return passes_on(device.type)
 
 
 @cache
-def native() -> ctypes.CDLL | None:
-    """Returns the library, or None where it was not built; see [Note: compiled when the package is built]."""
+def passes_on(device: str) -> Passes | None:
+    """Returns what a type of device has in place of operations of torch; see [Note: in one pass]."""
+    makers = {"cpu": ("fp4.c", _in_c), "cuda": ("fp4_triton.py", _in_triton)}
+    if device not in makers:
+        return None
+    name, make = makers[device]
+    try:
+        passes = make()
+        if _is_proven(passes, torch.device(device)):
+            return passes
+        reason = "it gives other bits"
+    except Exception as error:  # Triton, and the compilers that it calls, end with errors of many kinds
+        reason = f"{type(error).__name__}: {error}"
+    _log.info("%s is not used: %s. Operations of torch do the same, and take longer.", name, reason)
+    return None
+
+
+def _in_triton() -> Passes:
+    from lightning_sdiloco.compression import fp4_triton
+
+    return Passes(fp4_triton.encode, fp4_triton.decode, fp4_triton.mean)
+
+
+def _in_c() -> Passes:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     try:
         library = ctypes.CDLL(str(LIBRARY))
-        library.fp4_encode.argtypes = (pointer, size, pointer)
-        library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
-        library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
-        reason = "" if _is_proven(library) else "it gives other bits"
-    except (OSError, AttributeError) as error:
-        reason = f"it was not compiled when the package was built, or for another machine ({error})"
-    if not reason:
-        return library
-    _log.info("fp4.c is not used: %s. Operations of torch do the same, and take longer.", reason)
-    return None
+    except OSError as error:
+        raise OSError(f"it was not compiled when the package was built, or for another machine ({error})") from None
+    library.fp4_encode.argtypes = (pointer, size, pointer)
+    library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
+    library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
+    return Passes(partial(_encode, library), partial(_decode, library), partial(_mean, library))
 
 
 def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
     assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = new_vector(_size(values.numel()), values.device, torch.uint8)
+    payload = new_vector(payload_size(values.numel()), values.device, torch.uint8)
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
     return payload
 
 
 def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
-    _check([payload], out)
+    check([payload], out)
     library.fp4_decode(payload.data_ptr(), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
 def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-    _check([payload for payload, _ in sent], out)
+    check([payload for payload, _ in sent], out)
     payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
     factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
     library.fp4_mean(payloads, factors, len(sent), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
-def _size(numel: int) -> int:
+def payload_size(numel: int) -> int:
     return 2 * -(-numel // BLOCK) + -(-numel // 2)
 
 
-def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
+def check(payloads: Sequence[Tensor], out: Tensor) -> None:
     assert out.dtype == torch.float32, "bytes are decoded to float32"
-    size = _size(out.numel())
+    size = payload_size(out.numel())
     for payload in payloads:
         assert payload.numel() == size, "the payload belongs to a vector of another size"
         assert payload.dtype == torch.uint8, "a payload is bytes"
@@ -174,8 +202,8 @@ class _Eager(FP4):
     encode, decode, mean = Blockwise.encode, Blockwise.decode, Blockwise.mean
 
 
-def _is_proven(library: ctypes.CDLL) -> bool:
-    """Tells whether a library gives the bits of the operations of torch, a block that is not whole included."""
+def _is_proven(passes: Passes, device: torch.device) -> bool:
+    """Tells whether they give the bits of the operations of torch, a block that is not whole included."""
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
     values = (one * other.mul(8).exp()).nan_to_num(0.0)
@@ -183,12 +211,13 @@ def _is_proven(library: ctypes.CDLL) -> bool:
     # Whole blocks of zeros, and of values at both ends of the range.
     values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
     values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
-    eager, payload = _Eager(), _encode(library, values)
+    values = values.to(device)
+    eager, payload = _Eager(), passes.encode(values)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
-    found, expected = torch.empty(2, 2, len(values), device="cpu", dtype=torch.float32)
-    _decode(library, payload, found[0])
+    found, expected = torch.empty(2, 2, len(values), device=device, dtype=torch.float32)
+    passes.decode(payload, found[0])
     eager.decode(payload, expected[0])
-    _mean(library, sent, found[1])
+    passes.mean(sent, found[1])
     eager.mean(sent, expected[1])
     return torch.equal(payload, eager.encode(values)) and torch.equal(
         found.view(torch.int32), expected.view(torch.int32)

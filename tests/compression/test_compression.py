@@ -593,7 +593,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def use(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the library at another place than beside the source."""
     monkeypatch.setattr(fp4, "LIBRARY", library)
-    monkeypatch.setattr(fp4, "native", cache(fp4.native.__wrapped__))
+    monkeypatch.setattr(fp4, "passes_on", cache(fp4.passes_on.__wrapped__))
 
 
 def check_payload(payload: torch.Tensor, numel: int) -> None:
@@ -605,7 +605,7 @@ def check_payload(payload: torch.Tensor, numel: int) -> None:
 
 def test_both_ways_give_the_same_bits(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(library, monkeypatch)
-    assert fp4.native() is not None
+    assert fp4.passes_on("cpu") is not None
 
     @given(
         values=st.lists(st.floats(width=32), min_size=1, max_size=40),
@@ -648,7 +648,7 @@ def test_without_it_torch_does_the_same_and_says_why(
         use(own, monkeypatch)
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            assert fp4.native() is None
+            assert fp4.passes_on("cpu") is None
         assert "fp4.c is not used: " in caplog.text
         assert told in caplog.text
         assert torch.equal(FP4().encode(torch.ones(200)), Blockwise.encode(FP4(), torch.ones(200)))
