@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -62,6 +63,8 @@ class Timed(LightningModule):
 def fit(module: LightningModule, batches: Iterator[Batch], steps: int, **choices: Any) -> Trainer:
     """Fits quietly, on the CPU unless ``accelerator`` says otherwise, and returns the trainer."""
     logging.disable(logging.WARNING)
+    # So that Lightning looks for no other environment, such as MPI.
+    choices = {"plugins": [LightningEnvironment()], **choices}
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """What inner steps cost: step time and memory with the engine over those without it, and two groups on one device."""
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -9,7 +10,11 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fits import Timed, fit
 from benchmarks.models import TINY, Size, next_byte_loss, random_batches
@@ -49,12 +54,13 @@ class Loop:
             self.model = self.size.make().to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=self.place.is_cuda)
         self.engine: StreamingDiLoCo | None = None
+        self.ddp: nn.Module | None = None
         self._batches = on_device(random_batches(self.size, self.batch), device)
 
     def step(self) -> None:
         self.optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=self.place.is_cuda):
-            loss = next_byte_loss(self.model, *next(self._batches))
+            loss = next_byte_loss(self.ddp or self.model, *next(self._batches))
         loss.backward()
         self.optimizer.step()
         if self.engine is not None:
@@ -98,7 +104,7 @@ def cut(size: Size) -> list[list[str]]:
 def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
     """Measures step time and memory of one group with the engine, in turns of a round with and without it."""
     size, batch = (TINY, 2) if place.quick else SIZES[name]
-    every, turns = (4, 1) if place.quick else (SYNC_EVERY, 4)
+    every, turns = (4, 1) if place.quick else (SYNC_EVERY, 6)
     found: dict[str, Any] = {"model": name}
     try:
         loop = Loop(place, size, batch)
@@ -111,10 +117,12 @@ def overhead(name: str, place: Place, rank: int, world_size: int) -> Found:
             row["extra_bytes_a_parameter"] = (row.pop("peak") - plain) / numel
             row["goal_bytes_a_parameter"] = DDP_BYTES + 1 + row["in_flight_bytes"] / numel
             found[f"offload={offload}"] = row
+        row = with_ddp(loop, every, turns)
+        found["DDP"] = {**row, "extra_bytes_a_parameter": (row.pop("peak") - plain) / numel}
     except torch.cuda.OutOfMemoryError as error:
         if "offload=True" not in found:
             raise NotHere(f"the device has too little memory for {name}: {str(error).splitlines()[0]}") from None
-        found["offload=False"] = str(error).splitlines()[0]
+        found["no memory"] = str(error).splitlines()[0]
     rows = {key: row for key, row in found.items() if isinstance(row, dict)}
     told = {f"{name}, {key}: step time over plain": row["ratio"] for key, row in rows.items()}
     told |= {f"{name}, {key}: extra bytes a parameter": row["extra_bytes_a_parameter"] for key, row in rows.items()}
@@ -129,22 +137,13 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
     loop.engine = engine
     loop.seconds(2 * every)  # every launch and landing has been there, and all that is compiled
     peak = loop.peak(lambda: loop.seconds(every))
-    ratios, steps, in_flight = [], [], len(engine.in_flight)
-    for _ in range(turns):
-        loop.engine = None
-        plain = loop.seconds(every)
-        loop.engine = engine
-        ours = loop.seconds(every)
-        ratios.append(ours / plain)
-        steps.append(plain)
-    told = engine.report()
+    in_flight, before = len(engine.in_flight), engine.report()
+    found = in_turns(loop, "engine", engine, every, turns)
+    told = {name: engine.report()[name] - before[name] for name in ("exposed_wait_s", "in_flight_s", "landings")}
     engine.close()
-    loop.engine = None
     return {
         "peak": peak,
-        "ratio": median(ratios),
-        "ratios": ratios,
-        "plain_step_ms": 1e3 * median(steps),
+        **found,
         "exposed_wait_s": told["exposed_wait_s"],
         "flight_s": told["in_flight_s"] / max(1, told["landings"]),
         # One float32 copy of each fragment that can be in flight at once.
@@ -152,8 +151,83 @@ def with_engine(loop: Loop, every: int, turns: int, offload: bool) -> dict[str, 
     }
 
 
+def in_turns(loop: Loop, name: str, own: object, steps: int, turns: int) -> dict[str, Any]:
+    """Measures some steps without and with an attribute of a loop, by turns."""
+    ratios, times = [], []
+    for _ in range(turns):
+        setattr(loop, name, None)
+        times.append(loop.seconds(steps))
+        setattr(loop, name, own)
+        ratios.append(loop.seconds(steps) / times[-1])
+    setattr(loop, name, None)
+    return {"ratio": median(ratios), "ratios": ratios, "plain_step_ms": 1e3 * median(times)}
+
+
+def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
+    """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around a step."""
+    backend = "nccl" if loop.place.is_cuda else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        # Without gradients that are there already, as in the first step of a fit.
+        loop.optimizer.zero_grad()
+        loop.ddp = ddp = DistributedDataParallel(loop.model)
+        loop.seconds(every // 2)
+        peak = loop.peak(lambda: loop.seconds(2))
+        return {"peak": peak, **in_turns(loop, "ddp", ddp, every, turns)}
+    finally:
+        dist.destroy_process_group()
+
+
+def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
+    """Profiles a round of two groups on one device, and says what of the side stream's work ran beside training."""
+    if not place.is_cuda:
+        raise NotHere("a profiler sees streams of CUDA")
+    size, batch = (TINY, 2) if place.quick else SIZES[name]
+    loop = Loop(place, size, batch)
+    loop.engine = StreamingDiLoCo(
+        loop.model, sync_every=SYNC_EVERY, overlap_steps=OVERLAP_STEPS, fragments=cut(size), worker_groups=2
+    )
+    loop.seconds(2 * SYNC_EVERY)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        loop.seconds(SYNC_EVERY // 2)
+    path = place.folder / f"profile-{rank}.json"
+    seen.export_chrome_trace(str(path))
+    loop.engine.close()
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") in ON_DEVICE]
+    path.unlink()
+    spans = [(e["args"].get("stream"), e["ts"], e["ts"] + e["dur"], e["cat"], e["name"][:60]) for e in events]
+    (place.folder / f"spans-{rank}.json").write_text(json.dumps(spans))
+    return {"streams": shares(spans)}
+
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def shares(spans: list[tuple[int, float, float, str, str]]) -> Found:
+    """Returns the milliseconds that each stream is busy, and how many of them the busiest stream is busy too."""
+    streams: dict[int, list[tuple[float, float]]] = {}
+    for stream, began, ended, *_ in sorted(spans, key=lambda span: span[1]):
+        own = streams.setdefault(stream, [])
+        if own and began <= own[-1][1]:
+            own[-1] = (own[-1][0], max(ended, own[-1][1]))
+        else:
+            own.append((began, ended))
+    busy = {stream: sum(ended - began for began, ended in own) / 1e3 for stream, own in streams.items()}
+    training = streams[max(busy, key=lambda stream: busy[stream])]
+    return {
+        str(stream): {
+            "busy_ms": busy[stream],
+            "beside_training_ms": sum(
+                max(0.0, min(ended, last) - max(began, first)) for began, ended in own for first, last in training
+            )
+            / 1e3,
+        }
+        for stream, own in streams.items()
+    }
+
+
 def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Trains two groups on one device with real Trainers over gloo, after as many steps of two on their own."""
+    """Trains two groups on one device with real Trainers over gloo, between two on their own and two of DDP."""
     size, batch = (TINY, 2) if place.quick else SIZES[name]
     every, rounds = (6, 2) if place.quick else (SYNC_EVERY, 3)
     steps, found = every * rounds + 1, {}
@@ -171,12 +245,16 @@ def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:
         fragments=[[f"net.{pattern}" if pattern[0] != "*" else pattern for pattern in part] for part in cut(size)],
     )  # fmt: skip
     found["streaming"] = step_times(size, batch, rank, steps, every, strategy=strategy, num_nodes=2, **common)
-    ratio = found["streaming"] / found["plain"]
+    told = strategy.report()
+    # DDP on the same way between the processes, in as few steps as show what one takes.
+    ddp = DDPStrategy(process_group_backend="gloo")
+    found["DDP"] = step_times(size, batch, rank, 8, 3, strategy=ddp, num_nodes=2, **common)
+    ratios = {key: found[key] / found["plain"] for key in ("streaming", "DDP")}
     return {
         "model": name,
         "step_s": found,
-        "report": strategy.report(),
-        "headline": {f"{name}, two groups on one device: step time over two plain Trainers": ratio},
+        "report": told,
+        "headline": {f"{name}, two groups on one device, {key}: step over plain": ratios[key] for key in ratios},
     }
 
 

@@ -19,7 +19,6 @@ import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
 import fsspec
@@ -28,6 +27,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_sdiloco import __version__
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control
@@ -292,7 +292,7 @@ def write_ranks(
     header = {
         "format": FORMAT,
         "save": save,
-        "version": version("lightning-sdiloco"),
+        "version": __version__,
         "layout": dict(layout),
         "settings": dict(settings),
     }

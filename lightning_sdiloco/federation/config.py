@@ -2,12 +2,12 @@
 
 import logging
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from lightning_sdiloco import __version__
 from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
@@ -229,6 +229,6 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         shards=tuple(
             tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
         ),
-        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": version("lightning-sdiloco")},
+        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": __version__},
         self_test=self_test(settings, rounds.fragments[0].storage.device),
     )

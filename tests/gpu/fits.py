@@ -1,14 +1,16 @@
 """What a Trainer must show on a device: every precision, a compiled model, resuming, and no wait inside a step.
 
 Two worker groups are two processes on one device, each a node with one rank; Lightning and the exchange use gloo, since
-NCCL refuses two ranks on one device.
+NCCL refuses two ranks of one host on one device. Where models are sharded each rank has a host of its own for NCCL.
 """
 
 import gzip
 import json
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_sdiloco import StreamingDiLoCoStrategy
-from tests.gpu.task import Found, NotHere, Place, Task
+from lightning_sdiloco import StreamingDiLoCoModelParallelStrategy, StreamingDiLoCoStrategy
+from tests.gpu.task import Found, NotHere, Place, Task, hosts_of_their_own
 from tests.ranks import agreed
 
 STEPS = 23
@@ -80,24 +84,27 @@ def fitted(
     checkpoint: Path | None = None,
     steps: int = STEPS,
     precision: Any = "32-true",
+    kind: Any = StreamingDiLoCoStrategy,
+    nodes: int = 2,
     **choices: Any,
-) -> tuple[StreamingDiLoCoStrategy, Trainer]:
+) -> tuple[Any, Trainer]:
     """Fits in one of two groups on one device."""
     logging.disable(logging.WARNING)
     cut = [["net.0.*", "net.1.*"], ["net.2.*", "net.3.*"]]
     numbers: dict[str, Any] = {"sync_every": 6, "overlap_steps": 4, "fragments": cut, **choices}
-    strategy = StreamingDiLoCoStrategy(process_group_backend="gloo", **numbers)
+    strategy = kind(**{"process_group_backend": "gloo", **numbers})
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
             accelerator="gpu" if place.is_cuda else "cpu",
             devices=1,
-            num_nodes=2,
+            num_nodes=nodes,
             strategy=strategy,
             max_steps=steps,
             precision=precision,
             callbacks=list(callbacks),
+            plugins=[LightningEnvironment()],  # so that nobody looks for others, such as MPI
             enable_checkpointing=any(isinstance(one, ModelCheckpoint) for one in callbacks),
             **quiet,
         )
@@ -132,6 +139,32 @@ def resumed(place: Place, rank: int, world_size: int) -> Found:
     different = [name for name, values in again.outer_state_dict().items() if not torch.equal(values, expected[name])]
     assert different == [], "the outer model differs after resuming"
     return {"steps": STEPS}
+
+
+class Sharded(Regression):
+    def configure_model(self) -> None:
+        if any(hasattr(parameter, "placements") for parameter in self.parameters()):
+            return
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.net:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.net, mesh=mesh)
+
+
+def sharded(choices: dict[str, Any], place: Place, rank: int, world_size: int) -> Found:
+    if place.device == "pretend":
+        raise NotHere("nothing gathers shards of the pretended device")
+    own = {"process_group_backend": "gloo", "kind": StreamingDiLoCoModelParallelStrategy, "nodes": world_size}
+    own |= {"worker_groups": 2, "data_parallel_size": world_size // 2, "tensor_parallel_size": 1}
+    if place.is_cuda and world_size > 2:
+        os.environ |= hosts_of_their_own(rank)
+        own["process_group_backend"] = "nccl"
+    module = Sharded()
+    strategy, _ = fitted(place, rank, module, **{**own, **(choices if place.is_cuda else {})})
+    losses = [float(loss) for loss in module.losses]
+    assert losses[-1] < 0.8 * losses[0], losses
+    held = sum(parameter.to_local().numel() for parameter in module.parameters())  # type: ignore[attr-defined]
+    return {"losses": [losses[0], losses[-1]], "held": held, "report": strategy.report()}
 
 
 # The trace of a profiler
@@ -207,4 +240,7 @@ FITS: dict[str, Task] = {
     "compile": _fit(_LEARNS, partial(trained, "32-true", "inductor")),
     "bf16-true": _fit(_LEARNS, partial(trained, "bf16-true", None)),
     "resume, fit": _fit("a fit goes on from a checkpoint, bit for bit, random numbers included", resumed),
+    "FSDP2, one rank a group": _fit(_LEARNS, partial(sharded, {})),
+    "FSDP2, two ranks a group": replace(_fit(_LEARNS, partial(sharded, {})), ranks=4),
+    "FSDP2, from device to device": replace(_fit(_LEARNS, partial(sharded, {"exchange": "auto:nccl"})), ranks=4),
 }

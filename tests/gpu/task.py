@@ -4,6 +4,7 @@ The process that starts them never asks CUDA for anything, not even whether ther
 process could use one. It needs torch and Lightning and nothing else, since a machine with a GPU may have nothing else.
 """
 
+import faulthandler
 import os
 import sys
 import time
@@ -89,11 +90,15 @@ def _in_rank(task: Task, place: Place, log: Path, rank: int, world_size: int) ->
             stream.flush()
             with suppress(OSError, ValueError):  # what a test runner captures has no number
                 os.dup2(file.fileno(), stream.fileno())
+    # Where it hangs, the log says in which lines.
+    faulthandler.dump_traceback_later(0.8 * place.seconds, file=sys.__stderr__)
     try:
         prepare(place.device)
         return task.run(place, rank, world_size)
     except NotHere as reason:
         return {_NOT_HERE: str(reason)}
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def prepare(device: str) -> None:
@@ -109,6 +114,14 @@ def prepare(device: str) -> None:
         # As exact as the CPU, for what is compared with it.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cudnn.allow_tf32 = False
+
+
+def hosts_of_their_own(rank: int) -> dict[str, str]:
+    """What the environment of a rank must say so that NCCL takes several ranks on one device.
+
+    It refuses two ranks of one host on one device, so each has a host of its own, and sockets between them.
+    """
+    return {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
 def described(place: Place, rank: int, world_size: int) -> Found:
