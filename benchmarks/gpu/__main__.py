@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import report
 from benchmarks.gpu import passes, steps
+from benchmarks.gpu.overlap import overlapped
 from benchmarks.gpu.trained import quality
 from tests.gpu.checks import CHECKS
 from tests.gpu.fits import FITS
@@ -37,7 +38,7 @@ NUMBERS: dict[str, Task] = {
     "passes": Task("share of copy bandwidth of every pass", passes.shares, seconds=120),
     "overhead 125M": Task("step time and memory, 125M", partial(steps.overhead, "125M"), seconds=120),
     "overhead 1B": Task("step time and memory, 1B", partial(steps.overhead, "1B"), seconds=240),
-    "overlap": Task("a round of two groups in the profiler", partial(steps.overlapped, "125M"), ranks=2, seconds=90),
+    "overlap": Task("a round of two groups in the profiler", partial(overlapped, "125M"), ranks=2, seconds=90),
     "two groups": Task(
         "two groups on one device", partial(steps.end_to_end, "125M"), ranks=2, connected=False, seconds=180
     ),

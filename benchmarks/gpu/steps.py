@@ -1,6 +1,5 @@
 """What inner steps cost: step time and memory with the engine over those without it, and two groups on one device."""
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.fits import Timed, fit
 from benchmarks.models import TINY, Size, next_byte_loss, random_batches
@@ -176,54 +174,6 @@ def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
         return {"peak": peak, **in_turns(loop, "ddp", ddp, every, turns)}
     finally:
         dist.destroy_process_group()
-
-
-def overlapped(name: str, place: Place, rank: int, world_size: int) -> Found:
-    """Profiles a round of two groups on one device, and says what of the side stream's work ran beside training."""
-    if not place.is_cuda:
-        raise NotHere("a profiler sees streams of CUDA")
-    size, batch = (TINY, 2) if place.quick else SIZES[name]
-    loop = Loop(place, size, batch)
-    loop.engine = StreamingDiLoCo(
-        loop.model, sync_every=SYNC_EVERY, overlap_steps=OVERLAP_STEPS, fragments=cut(size), worker_groups=2
-    )
-    loop.seconds(2 * SYNC_EVERY)
-    with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        loop.seconds(SYNC_EVERY // 2)
-    path = place.folder / f"profile-{rank}.json"
-    seen.export_chrome_trace(str(path))
-    loop.engine.close()
-    events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") in ON_DEVICE]
-    path.unlink()
-    spans = [(e["args"].get("stream"), e["ts"], e["ts"] + e["dur"], e["cat"], e["name"][:60]) for e in events]
-    (place.folder / f"spans-{rank}.json").write_text(json.dumps(spans))
-    return {"streams": shares(spans)}
-
-
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-def shares(spans: list[tuple[int, float, float, str, str]]) -> Found:
-    """Returns the milliseconds that each stream is busy, and how many of them the busiest stream is busy too."""
-    streams: dict[int, list[tuple[float, float]]] = {}
-    for stream, began, ended, *_ in sorted(spans, key=lambda span: span[1]):
-        own = streams.setdefault(stream, [])
-        if own and began <= own[-1][1]:
-            own[-1] = (own[-1][0], max(ended, own[-1][1]))
-        else:
-            own.append((began, ended))
-    busy = {stream: sum(ended - began for began, ended in own) / 1e3 for stream, own in streams.items()}
-    training = streams[max(busy, key=lambda stream: busy[stream])]
-    return {
-        str(stream): {
-            "busy_ms": busy[stream],
-            "beside_training_ms": sum(
-                max(0.0, min(ended, last) - max(began, first)) for began, ended in own for first, last in training
-            )
-            / 1e3,
-        }
-        for stream, own in streams.items()
-    }
 
 
 def end_to_end(name: str, place: Place, rank: int, world_size: int) -> Found:

@@ -1,6 +1,6 @@
 """Outer gradients that go from device to device: the bits, bytes and errors of gloo, and no wait for another rank.
 
-The device and its backend are pretended, see `tests.pretend`. No GPU has run this.
+The device and its backend are pretended, see `tests.pretend`. `tests.gpu` does the same with NCCL.
 """
 
 import os
