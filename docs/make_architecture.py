@@ -34,6 +34,7 @@ ROOMS = {
     "errors": (0, "what ends a run, what is refused"),
     "memory": (0, "vectors in pages of their own"),
     "registration": (0, "names for Lightning"),
+    "version": (0, "which this is"),
 }
 
 

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from lightning_sdiloco.registration import register_when_imported
+from lightning_sdiloco.version import VERSION
 
 if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.config import OuterOptimizer
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
         StreamingDiLoCoStrategy,
     )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 # The files of the public names, in the order in which they are looked for.
 _HOMES = (

@@ -21,6 +21,8 @@ sys.path.append(str(ROOT / "docs"))
 
 import make_architecture as architecture  # noqa: E402
 
+from lightning_sdiloco.version import VERSION  # noqa: E402
+
 SOURCE = architecture.Source(ROOT)
 FLOOR = {room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE}
 GROUND = {room for room, floor in FLOOR.items() if floor == 0}  # single files, which everybody may use
@@ -28,6 +30,7 @@ FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # What of a federation decides, given the time and what was heard; and what of it trains. The rest moves bytes.
 RULES = [f"{NAME}.federation.{name}" for name in ("run_config", "codec", "follower", "ledger", "messages", "quorum")]
+TRITON = f"{NAME}.compression.fp4_triton"  # imported on a GPU alone, by what it does the work of
 SITE = [f"{NAME}.federation.{name}" for name in ("arithmetic", "config", "ranks", "site", "states")]
 
 
@@ -126,6 +129,10 @@ def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_a
             assert len(ast.unparse(said).split("\\n")) > 3, room
 
 
+def test_the_version_is_that_of_the_distribution() -> None:
+    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text()
+
+
 # What a room may know
 
 
@@ -148,8 +155,9 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
     mean = f"{NAME}.federation.mean"
     for modules, allowed in (
         # typing_extensions and fsspec come with torch.
-        ([module for module in of_rooms(*below) if module != mean], plain | {"torch", "fsspec"}),
+        ([module for module in of_rooms(*below) if module not in (mean, TRITON)], plain | {"torch", "fsspec"}),
         ([mean], plain | {"numpy"}),
+        ([TRITON], plain | {"torch", "triton"}),
         ([f"{NAME}.{name}" for name in arithmetic], standard),
         ([*of_rooms("planning"), *RULES], plain),
     ):
@@ -162,7 +170,7 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
 
 def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock_no_chance_and_no_file() -> None:
     ground = {f"{NAME}.{name}" for name in GROUND}
-    bases = {f"{NAME}.compression.{name}" for name in ("base", "blockwise")} | ground
+    bases = {f"{NAME}.compression.{name}" for name in ("base", "blockwise")} | ground | {TRITON}
     members = {module for module in of_rooms("compression") if module != f"{NAME}.compression"} - bases
     assert len(members) >= 2
     assert {member: SOURCE.imports[member] - bases for member in members if SOURCE.imports[member] - bases} == {}

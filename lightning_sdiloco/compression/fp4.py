@@ -78,7 +78,12 @@ class FP4(Leveled):
     @override
     def encode(self, values: Tensor) -> Tensor:
         passes = _passes_for(values)
-        return super().encode(values) if passes is None else passes.encode(values)
+        if passes is None:
+            return super().encode(values)
+        assert values.dtype == torch.float32, "an outer gradient is float32"
+        payload = new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8)
+        passes.encode(values, payload)
+        return payload
 
     @override
     def decode(self, payload: Tensor, out: Tensor) -> None:
@@ -86,15 +91,24 @@ class FP4(Leveled):
         if passes is None:
             super().decode(payload, out)
         else:
+            self._check([payload], out)
             passes.decode(payload, out)
 
     @override
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-        passes = _passes_for(out, *[payload for payload, _ in sent])
+        payloads = [payload for payload, _ in sent]
+        passes = _passes_for(out, *payloads)
         if passes is None or not sent:
             super().mean(sent, out)
         else:
+            self._check(payloads, out)
             passes.mean(sent, out)
+
+    def _check(self, payloads: Sequence[Tensor], out: Tensor) -> None:
+        assert out.dtype == torch.float32, "bytes are decoded to float32"
+        for payload in payloads:
+            assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
+            assert payload.dtype == torch.uint8, "a payload is bytes"
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,9 +128,9 @@ class FP4(Leveled):
 
 
 class Passes(NamedTuple):
-    """The same in one pass each, on one type of device."""
+    """The same in one pass each, on one type of device; what they write to is there."""
 
-    encode: Callable[[Tensor], Tensor]
+    encode: Callable[[Tensor, Tensor], None]
     decode: Callable[[Tensor, Tensor], None]
     mean: Callable[[Sequence[tuple[Tensor, float]], Tensor], None]
 
@@ -165,35 +179,18 @@ def _in_c() -> Passes:
     return Passes(partial(_encode, library), partial(_decode, library), partial(_mean, library))
 
 
-def _encode(library: ctypes.CDLL, values: Tensor) -> Tensor:
-    assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = new_vector(payload_size(values.numel()), values.device, torch.uint8)
+def _encode(library: ctypes.CDLL, values: Tensor, payload: Tensor) -> None:
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
-    return payload
 
 
 def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
-    check([payload], out)
     library.fp4_decode(payload.data_ptr(), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
 
 
 def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-    check([payload for payload, _ in sent], out)
     payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
     factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
     library.fp4_mean(payloads, factors, len(sent), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
-
-
-def payload_size(numel: int) -> int:
-    return 2 * -(-numel // BLOCK) + -(-numel // 2)
-
-
-def check(payloads: Sequence[Tensor], out: Tensor) -> None:
-    assert out.dtype == torch.float32, "bytes are decoded to float32"
-    size = payload_size(out.numel())
-    for payload in payloads:
-        assert payload.numel() == size, "the payload belongs to a vector of another size"
-        assert payload.dtype == torch.uint8, "a payload is bytes"
 
 
 class _Eager(FP4):
@@ -212,7 +209,8 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
     values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
     values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
     values = values.to(device)
-    eager, payload = _Eager(), passes.encode(values)
+    eager, payload = _Eager(), torch.empty(FP4().wire_bytes(len(values)), device=device, dtype=torch.uint8)
+    passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
     found, expected = torch.empty(2, 2, len(values), device=device, dtype=torch.float32)
     passes.decode(payload, found[0])

@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_sdiloco.compression.fp4 import check, payload_size
-
 # Blocks of 128 values for each program, and its warps: of fifteen pairs the best on an H200, by little.
 _ROWS, _WARPS = 8, 2
 
@@ -75,25 +73,20 @@ def _mean(payloads, factors, out, numel, blocks, begins: tl.constexpr, count: tl
     tl.store(out + place, total, mask=place < numel)
 
 
-def encode(values: Tensor) -> Tensor:
-    assert values.dtype == torch.float32, "an outer gradient is float32"
-    payload = torch.empty(payload_size(values.numel()), device=values.device, dtype=torch.uint8)
+def encode(values: Tensor, payload: Tensor) -> None:
     _run(_encode, values, values.view(torch.int32), payload)
-    return payload
 
 
 def decode(payload: Tensor, out: Tensor) -> None:
-    check([payload], out)
     _run(_decode, out, _even(payload), out)
 
 
 def mean(sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
-    payloads = [_even(payload) for payload, _ in sent]
-    check(payloads, out)
     for first in range(0, len(sent), _AT_ONCE):
-        some, last = slice(first, first + _AT_ONCE), first + _AT_ONCE >= len(sent)
-        factors = tuple([float(factor) for _, factor in sent[some]])
-        _run(_mean, out, tuple(payloads[some]), factors, out, begins=not first, count=len(sent) if last else 0)
+        some, last = sent[first : first + _AT_ONCE], first + _AT_ONCE >= len(sent)
+        payloads = tuple([_even(payload) for payload, _ in some])
+        factors = tuple([float(factor) for _, factor in some])
+        _run(_mean, out, payloads, factors, out, begins=not first, count=len(sent) if last else 0)
 
 
 def _even(payload: Tensor) -> Tensor:

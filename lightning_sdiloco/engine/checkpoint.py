@@ -27,7 +27,6 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_sdiloco import __version__
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control
@@ -41,6 +40,7 @@ from lightning_sdiloco.engine.shards import (
     local,
     to_parameters,
 )
+from lightning_sdiloco.version import VERSION
 
 FORMAT = 2
 """Version of the folder's format; any other one is refused."""
@@ -292,7 +292,7 @@ def write_ranks(
     header = {
         "format": FORMAT,
         "save": save,
-        "version": __version__,
+        "version": VERSION,
         "layout": dict(layout),
         "settings": dict(settings),
     }

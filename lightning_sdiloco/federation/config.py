@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from lightning_sdiloco import __version__
 from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
@@ -24,6 +23,7 @@ from lightning_sdiloco.federation.quorum import Quorum, chosen
 from lightning_sdiloco.federation.remote import HubConnection
 from lightning_sdiloco.federation.run_config import AMENDABLE, LONGEST_GRACE, ChosenQuorum, RunConfig, Terms
 from lightning_sdiloco.federation.site import FederatedWorld, SharedConnection
+from lightning_sdiloco.version import VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +229,6 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         shards=tuple(
             tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
         ),
-        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": __version__},
+        versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": VERSION},
         self_test=self_test(settings, rounds.fragments[0].storage.device),
     )
