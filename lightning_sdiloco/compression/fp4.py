@@ -33,8 +33,6 @@ from lightning_sdiloco.memory import new_vector
 
 _log = logging.getLogger(__name__)
 
-_CPU = torch.device("cpu")
-
 LIBRARY = Path(__file__).with_name("libfp4.so")
 
 BLOCK = 128
@@ -81,7 +79,7 @@ class FP4(Leveled):
         if passes is None:
             return super().encode(values)
         assert values.dtype == torch.float32, "an outer gradient is float32"
-        payload = new_vector(self.wire_bytes(values.numel()), values.device, torch.uint8)
+        payload = new_vector(_size(values.numel()), values.device, torch.uint8)
         passes.encode(values, payload)
         return payload
 
@@ -91,7 +89,7 @@ class FP4(Leveled):
         if passes is None:
             super().decode(payload, out)
         else:
-            self._check([payload], out)
+            _check([payload], out)
             passes.decode(payload, out)
 
     @override
@@ -101,14 +99,8 @@ class FP4(Leveled):
         if passes is None or not sent:
             super().mean(sent, out)
         else:
-            self._check(payloads, out)
+            _check(payloads, out)
             passes.mean(sent, out)
-
-    def _check(self, payloads: Sequence[Tensor], out: Tensor) -> None:
-        assert out.dtype == torch.float32, "bytes are decoded to float32"
-        for payload in payloads:
-            assert payload.numel() == self.wire_bytes(out.numel()), "the payload belongs to a vector of another size"
-            assert payload.dtype == torch.uint8, "a payload is bytes"
 
     @override
     def encode_blocks(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +117,18 @@ class FP4(Leveled):
     def steps(self, scales: Tensor) -> Tensor:
         """Returns the tops."""
         return from_bfloat16_bits(scales)
+
+
+def _size(numel: int) -> int:
+    return 2 * -(-numel // BLOCK) + -(-numel // 2)
+
+
+def _check(payloads: Sequence[Tensor], out: Tensor) -> None:
+    assert out.dtype == torch.float32, "bytes are decoded to float32"
+    size = _size(out.numel())
+    for payload in payloads:
+        assert payload.numel() == size, "the payload belongs to a vector of another size"
+        assert payload.dtype == torch.uint8, "a payload is bytes"
 
 
 class Passes(NamedTuple):
@@ -176,21 +180,22 @@ def _in_c() -> Passes:
     library.fp4_encode.argtypes = (pointer, size, pointer)
     library.fp4_decode.argtypes = (pointer, size, pointer, pointer)
     library.fp4_mean.argtypes = (pointer, pointer, size, size, pointer, pointer)
-    return Passes(partial(_encode, library), partial(_decode, library), partial(_mean, library))
+    levels = table(FP4.levels, torch.device("cpu"))  # kept by what reads it
+    return Passes(partial(_encode, library), partial(_decode, library, levels), partial(_mean, library, levels))
 
 
 def _encode(library: ctypes.CDLL, values: Tensor, payload: Tensor) -> None:
     library.fp4_encode(values.data_ptr(), values.numel(), payload.data_ptr())
 
 
-def _decode(library: ctypes.CDLL, payload: Tensor, out: Tensor) -> None:
-    library.fp4_decode(payload.data_ptr(), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
+def _decode(library: ctypes.CDLL, levels: Tensor, payload: Tensor, out: Tensor) -> None:
+    library.fp4_decode(payload.data_ptr(), out.numel(), levels.data_ptr(), out.data_ptr())
 
 
-def _mean(library: ctypes.CDLL, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
+def _mean(library: ctypes.CDLL, levels: Tensor, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
     payloads = (ctypes.c_void_p * len(sent))(*[payload.data_ptr() for payload, _ in sent])
     factors = (ctypes.c_float * len(sent))(*[factor for _, factor in sent])
-    library.fp4_mean(payloads, factors, len(sent), out.numel(), table(FP4.levels, _CPU).data_ptr(), out.data_ptr())
+    library.fp4_mean(payloads, factors, len(sent), out.numel(), levels.data_ptr(), out.data_ptr())
 
 
 class _Eager(FP4):
@@ -209,7 +214,7 @@ def _is_proven(passes: Passes, device: torch.device) -> bool:
     values[1024:1536], values[2048:2560] = 0.0, values[2048:2560] * 1e-38
     values[3072:3584] = one[3072:3584].clamp(-3, 3) * 1e38
     values = values.to(device)
-    eager, payload = _Eager(), torch.empty(FP4().wire_bytes(len(values)), device=device, dtype=torch.uint8)
+    eager, payload = _Eager(), torch.empty(_size(len(values)), device=device, dtype=torch.uint8)
     passes.encode(values, payload)
     sent = [(payload, 1.0), (eager.encode(values.flip(0)), 0.3), (payload, 1.7)]
     found, expected = torch.empty(2, 2, len(values), device=device, dtype=torch.float32)
