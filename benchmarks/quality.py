@@ -5,6 +5,7 @@
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
+- ``alone``: 2, 4 and 8 groups with H=20, of which the strategy chooses all else: the cut, and a warm-up.
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as `warmup_steps`, on one seed.
@@ -33,8 +34,8 @@ from benchmarks import comparison, runs
 from benchmarks.comparison import FEWEST_ROUNDS, Comparison
 from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
-from benchmarks.training import Training
-from lightning_sdiloco.algorithm.config import Settings
+from benchmarks.training import CUT, Training
+from lightning_sdiloco.algorithm.config import Settings, warmup_for
 
 Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""
@@ -42,7 +43,9 @@ Pair = tuple[Training, Training]
 BATCH = 2
 """Windows that a group sees in a step. With two DDP does better than with four, at either learning rate."""
 
-TWO_GROUPS = {"overlap_steps": 5, "outer_lr": 0.7, "mixing": 0.2, "outer_momentum": 0.9, "compression": "fp4"}
+TWO_GROUPS = {
+    "overlap_steps": 5, "outer_lr": 0.7, "mixing": 0.2, "outer_momentum": 0.9, "compression": "fp4", "fragments": CUT,
+}  # fmt: skip
 """The defaults of two groups but for H, as the numbers that ``"auto"`` stands for."""
 
 TUNING, HELD_OUT = range(2), range(10, 15)
@@ -95,6 +98,9 @@ MODELS = {
 TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2)
 """Inner learning rates."""
 
+OWN_RATES = {4: (6e-3, 8e-3), 8: (6e-3, 9e-3)}
+"""Inner learning rates of worker groups that begin with a warm-up, by their number."""
+
 MUON_RATES = Rates(6e-3, 3e-3)
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
@@ -114,8 +120,8 @@ def pair(
 def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
     """Returns choices with the numbers that the library chooses in place of what is left out."""
     settings = Settings(**choices).chosen_for(groups)
-    defaults = {"overlap_steps": settings.overlap_steps, "compression": settings.compression, **settings.numbers}
-    return {**defaults, **choices}
+    defaults = {"overlap_steps": settings.overlap_steps, "compression": settings.compression, "fragments": CUT}
+    return {**defaults, **settings.numbers, **choices}
 
 
 def verdict(size: str) -> Iterator[tuple[str, Pair]]:
@@ -124,6 +130,23 @@ def verdict(size: str) -> Iterator[tuple[str, Pair]]:
         for sync_every in MODELS[size].every[groups]:
             for seed in HELD_OUT:
                 yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
+
+
+def alone(size: str, groups: int, seed: int, rates: Rates | None = None) -> Pair:
+    """Makes groups of which nothing but H was said to the strategy: it cuts the model, and chooses a warm-up."""
+    warmup = warmup_for(groups, pair(size, groups)[0].steps)
+    warm = {"warmup_steps": warmup} if warmup else {}
+    return pair(size, groups, seed, rates, sync_every=20, fragments="strided", **warm)
+
+
+def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields what the strategy does by itself, at two rates of its own where it warms up, and over the other seeds."""
+    for groups, tried in OWN_RATES.items():
+        for rate, seed in product(tried, TUNING):
+            name = f"{size}, M={groups}, H=20, by itself"
+            yield at_rate(name, rate), alone(size, groups, seed, Rates(MODELS[size].rates[groups].ddp, rate))
+    for groups, seed in product(MODELS[size].rates, HELD_OUT):
+        yield f"{size}, M={groups}, H=20, by itself, other seeds", alone(size, groups, seed)
 
 
 def warmups(size: str) -> Iterator[tuple[str, Pair]]:
@@ -220,6 +243,7 @@ class Stage(NamedTuple):
 STAGES = {
     "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
     "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
+    "alone": Stage("what the strategy does by itself", ["0.1M"], by_itself),
     "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
     "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
     "shares": Stage("shares of the steps with the mean of gradients", ["0.1M"], shares),

@@ -31,6 +31,9 @@ from gpa import GPA  # isort: skip  (on the path since benchmarks.models)
 from muon import muon_and_adamw  # isort: skip
 from text_data import VALIDATION_SHARE, Windows, build_corpus  # isort: skip
 
+CUT = "strided:3"
+"""How models were cut by default when most runs in ``docs/benchmarks`` were made: a run is that of its cut."""
+
 Run = dict[str, Any]
 """What was trained, how, and how it ended; see `Training.key` and `made`."""
 

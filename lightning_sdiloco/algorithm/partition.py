@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-# Repeated blocks in a fragment: the paper's choice.
-_LAYERS = 3
+# The most repeated blocks in a fragment where nobody says how many: the paper's choice.
+_MOST_BLOCKS = 3
 
-# The most fragments of a model in which no repeated blocks are found: as many as the paper's 1B model has.
-_MOST_FRAGMENTS_WITHOUT_BLOCKS = 8
+# The fragments that a model is cut into where nobody says how many, about: as many as the paper's 1B model has.
+_ENOUGH_FRAGMENTS = 8
 
 # Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
 # stage of a ResNet starts with a block that has a shortcut of its own, and some layers of a transformer have experts.
@@ -55,10 +55,11 @@ def partition(
     """Cuts a model into fragments; every parameter is in exactly one of them.
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
-    interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. What stands outside the blocks
-    (embeddings, head, last norm) forms fragments of its own. None of these is larger than the largest fragment of
-    blocks, unless a single tensor is. A number distributes the tensors over so many fragments of equal size, and
-    ``"balanced"`` over as many as ``"strided:3"`` makes.
+    interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. Without a number it is an
+    eighth of the blocks, but one at least and three at most. What stands outside the blocks (embeddings, head, last
+    norm) forms fragments of its own. None of these is larger than the largest fragment of blocks, unless a single
+    tensor is. A number distributes the tensors over so many fragments of equal size, and ``"balanced"`` over as many as
+    ``"strided"`` makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
@@ -95,21 +96,18 @@ def partition(
     if not blocks:
         # More fragments than this would not lower the peak: the largest tensor is sent whole.
         useful = _nbytes(parameters) // max(1, max(parameter.nbytes for parameter in parameters))
-        count = max(1, min(useful, _MOST_FRAGMENTS_WITHOUT_BLOCKS))
+        count = max(1, min(useful, _ENOUGH_FRAGMENTS))
         return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
     order, _, layers = fragments.partition(":")
-    cut = _by_blocks(parameters, blocks, int(layers or _LAYERS), strided=order != "sequential")
+    most = int(layers) if layers else max(1, min(_MOST_BLOCKS, round(len(blocks) / _ENOUGH_FRAGMENTS)))
+    cut = _by_blocks(parameters, blocks, most, strided=order != "sequential")
     return Partition(_balanced(parameters, len(cut)) if order == "balanced" else cut)
 
 
 def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
-    """Returns a choice of fragments as it is compared and saved, with the number of blocks; refuses what is none."""
+    """Returns a choice of fragments, or refuses it."""
     if isinstance(fragments, str):
-        if fragments == "balanced":
-            return fragments
-        if fragments in ("strided", "sequential"):
-            return f"{fragments}:{_LAYERS}"
-        if re.fullmatch(r"(strided|sequential):[1-9]\d*", fragments):
+        if fragments == "balanced" or re.fullmatch(r"(strided|sequential)(:[1-9]\d*)?", fragments):
             return fragments
     elif type(fragments) is int:
         if fragments > 0:
@@ -124,9 +122,10 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
             " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of fragments."
         )
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided:{_LAYERS}' or 'sequential:{_LAYERS}', with a number of"
-        " repeated blocks in a fragment, 'balanced', a number of fragments, or a list of lists of shell-style patterns"
-        " such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', with a number of repeated blocks in a"
+        " fragment behind it if you like, as in 'strided:3', 'balanced', a number of fragments, or a list of lists of"
+        " shell-style patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of"
+        " them."
     )
 
 

@@ -99,8 +99,9 @@ class StreamingDiLoCo:
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
         mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
             `LandingRule`, such as `Carry`.
-        fragments: ``"strided:3"`` or ``"sequential:3"``, with the repeated blocks in a fragment; ``"balanced"``; a
-            number of fragments of equal size; or a list of lists of shell-style patterns of names.
+        fragments: ``"strided"`` or ``"sequential"``, with the repeated blocks in a fragment behind it as in
+            ``"strided:3"``, or an eighth of them, from 1 to 3; ``"balanced"``; a number of fragments of equal size; or
+            a list of lists of shell-style patterns of names.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
         outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and the next, ``"auto"`` chooses what suits
             the number of groups, ``sync_every`` and the compression.

@@ -294,8 +294,9 @@ class HubConnection:
                 self._sending.discard(own)
 
     def _is_taken(self, own: Contribution, blobs: Mapping[str, Bytes]) -> bool:
-        is_first = own not in self._begun
-        self._begun.add(own)
+        with self._changed:  # a set must not change while `keep` reads it
+            is_first = own not in self._begun
+            self._begun.add(own)
         try:
             for key, blob in blobs.items():
                 began = self.now()

@@ -39,7 +39,7 @@ FIRST, STEPS = 3, 8
 _PLACEHOLDERS: Mapping[str, Any] = {
     "sync_every": 1_000_000,
     "overlap_steps": 0,
-    "fragments": "strided",
+    "fragments": "strided:3",
     "compression": "fp4",
     "exchange": "two_shot",
 }
@@ -210,6 +210,10 @@ class Options:
     def restore(self, saved: Mapping[str, str]) -> None:
         """Takes what suits from a checkpoint, and the planner's choice if it was saved after that."""
         self.settings = self.settings.taken_from(saved)
+        # Runs of old say how many blocks the default was.
+        cut, before = self.settings.fragments, saved.get("fragments", "").strip("'")
+        if isinstance(cut, str) and before.startswith(f"{cut}:"):
+            self.settings = replace(self.settings, fragments=before)
         if not self.auto or any(saved.get(name) in (None, repr(AUTO)) for name in self.auto):
             return
         chosen: dict[str, Any] = {}

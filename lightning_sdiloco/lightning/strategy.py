@@ -79,9 +79,10 @@ class GroupStrategy:
             is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
             numbers of its checkpoint.
         fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks in a
-            fragment, which is 3 if it is left out; ``"balanced"``, into as many fragments of equal size as
-            ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style patterns matched
-            against parameter names, one list for each fragment; or ``"auto"``, strided with as many blocks as suit.
+            fragment, which is an eighth of them if it is left out, from 1 to 3; ``"balanced"``, into as many fragments
+            of equal size as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
+            patterns matched against parameter names, one list for each fragment; or ``"auto"``, strided with as many
+            blocks as suit the link.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
             chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.

@@ -45,7 +45,7 @@ def plan(
     loss: float = 0.0,
     sync_every: int = 100,
     overlap_steps: int = 5,
-    fragments: int | str = "strided:3",
+    fragments: int | str = "strided",
     compression: str = "fp4",
     steps: int = 10_000,
     memory_rate: float = 1000.0,
@@ -74,8 +74,8 @@ def plan(
         loss: Share of the packets that get lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
         overlap_steps: Inner steps between the launch of a fragment and its landing.
-        fragments: How the model is cut: strided:3 or sequential:3, with the repeated blocks in a fragment, balanced, or
-            a number of fragments.
+        fragments: How the model is cut: strided or sequential, with the repeated blocks in a fragment behind it, as in
+            strided:3, or as many as make some eight fragments, at most three; balanced, or a number of fragments.
         compression: How outer gradients are encoded: fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for the bytes in all.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.

@@ -124,7 +124,7 @@ def test_a_model_without_blocks_falls_back_to_balanced_which_is_said_once(caplog
     assert not cut(GPT(4), "strided").fell_back
     engine = StreamingDiLoCo(nn.LSTM(4, 5), compression="fp32")
     (said,) = (record.getMessage() for record in caplog.records if "no repeated blocks" in record.getMessage())
-    assert "fragments='strided:3'" in said
+    assert "fragments='strided'" in said
     assert f"{len(engine.fragments)} balanced fragments" in said
 
 
@@ -152,8 +152,14 @@ def test_blocks_take_turns_or_go_with_neighbours_and_what_stands_outside_shares_
         assert all(own.nbytes + after.sizes[0] > largest for own, after in itertools.pairwise(shared))
 
 
+def test_a_model_has_some_eight_fragments_of_blocks_and_three_blocks_in_each_at_most() -> None:
+    for layers, count in ((2, 2), (3, 3), (11, 11), (12, 6), (16, 8), (20, 10), (24, 8), (32, 11), (96, 32)):
+        blocks = [Parameter(f"blocks.{n}.weight", 4) for n in range(layers)]
+        assert [len(partition(blocks, way).fragments) for way in ("strided", "sequential")] == [count] * 2
+
+
 def test_balanced_fragments_differ_by_no_more_than_one_tensor_and_a_number_is_theirs() -> None:
-    as_many = len(cut(GPT(9), "strided:3").fragments)
+    as_many = len(cut(GPT(9), "strided").fragments)
     for layers, way, count, within in ((9, "balanced", as_many, 2), (12, 1, 1, 1), (12, 2, 2, 1.1), (12, 5, 5, 1.1)):
         fragments = cut(GPT(layers), way).fragments
         sizes = [fragment.nbytes for fragment in fragments]
@@ -219,7 +225,7 @@ def test_what_cannot_be_is_refused() -> None:
     malformed: list[Any] = [[], [[]], [["*"], []], ["*"], ["0.*", "2.*"], [[1]], [["*", None]], None, 3.0, [[["*"]]]]
     unknown: list[Any] = ["striped", "", "Strided", "*", "strided:", "strided:0", "balanced:2", 0]
     by_two = ("'0.weight' is claimed by two patterns", "'0.*' of fragment 0", "exactly one", "Narrow one of them")
-    tied, both = [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]], "'strided:3' or 'sequential:3'"
+    tied, both = [["embedding.*", "positions", "norm.*", "blocks.*"], ["head.*"]], "'strided' or 'sequential'"
     by_tied = ("'embedding.weight'", "'head.weight'", "tied", "'embedding.*'", "'head.*'", "Narrow")
     cases: list[tuple[nn.Module, Any, tuple[str, ...]]] = [
         *((small, wrong, (f"fragments={wrong!r}", *no_lists)) for wrong in malformed),

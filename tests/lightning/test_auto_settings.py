@@ -159,5 +159,6 @@ def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> No
     # Until they are measured, and from a checkpoint, they have the backend that was asked for.
     options = StreamingDiLoCoStrategy(3, **{**choices, "exchange": TwoShot(backend="nccl")})._options
     assert kind_and_backend(options.settings.exchange) == ("two_shot", "nccl")
-    options.restore({"exchange": repr(TwoShot(links=(2.0, 1.0)))})
+    options.restore({"exchange": repr(TwoShot(links=(2.0, 1.0))), "fragments": "'strided:3'"})
+    assert options.settings.fragments == "strided:3", "what the default was when the run began"
     assert (options.settings.exchange, options.auto) == (TwoShot(links=(2.0, 1.0), backend="nccl"), ())

@@ -389,7 +389,7 @@ OWN: list[tuple[dict[str, tuple[Any, Any]], str]] = [
     ),
     ({"compression": ("fp4", "bf16")}, "compression is 'fp4' on rank 0, 'bf16' on rank 1"),
     ({"worker_groups": (1, 2)}, "worker_groups is 1 on rank 0, 2 on rank 1"),
-    ({"fragments": ("strided", "strided:1")}, "fragments is 'strided:3' on rank 0, 'strided:1' on rank 1"),
+    ({"fragments": ("strided", "strided:1")}, "fragments is 'strided' on rank 0, 'strided:1' on rank 1"),
     ({"outer_lr": (0.1, 1.1)}, "outer_lr is 0.1 on rank 0, 1.1 on rank 1"),
     (
         {"outer_optimizer": (OuterOptimizer(outlier_guard=2), OuterOptimizer(outlier_guard=3, clip_norm=2.0))},

@@ -245,7 +245,7 @@ FAST, SLOW = Link(gbit_s=10.0), Link(gbit_s=0.02, round_trip=0.1)
 def streaming(
     groups: int = 2, step_time: float = 0.5, size: int = 1, numel: int = 24_000_000, layers: int = 12, **own: Any
 ) -> Streaming:
-    settings = Settings(**{"sync_every": 10, "overlap_steps": 2, "compression": "fp4", **own})
+    settings = Settings(**{"sync_every": 10, "overlap_steps": 2, "fragments": "strided:3", **own})
     return Streaming(Model.of_size(numel, layers), settings, Groups(step_time, groups, size))
 
 
