@@ -238,7 +238,8 @@ class Fit(FitState):
         # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
         if self.options.chooses_warmup and engine.is_warming_up and engine.topology.background is None:
             self._judge_warmup(engine)
-        if self.options.step(self.options.settings.sync_every - engine.steps_in_rounds):
+        launch_in = self.options.settings.sync_every - engine.steps_in_rounds
+        if self.options.step(launch_in, engine.report()["exposed_wait_s"] if self.options.auto else 0.0):
             self.groups.meet()
             trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
             options.choose(trainer.lightning_module, self.groups.topology)

@@ -108,11 +108,6 @@ class Options:
                 f" measured, before the first launch. Choose {first} yourself, or a larger sync_every.",
             ),
             (
-                first and settings.warmup_steps,
-                f"warmup_steps={settings.warmup_steps} leaves no time for {asked}: the first {STEPS} inner steps are"
-                f" measured, without an exchange. Choose {first} yourself, or leave out warmup_steps.",
-            ),
-            (
                 first not in ("", "exchange") and settings.schedule is not None,
                 f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
@@ -186,12 +181,12 @@ class Options:
     def choose_warmup(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
         """Chooses the warm-up of a fit of so many inner steps, or takes that of a checkpoint. All ranks must call it.
 
-        None begins in the midst of a run, in a federation, or where the planner measures the first inner steps.
+        None begins in the midst of a run, or in a federation.
         """
         if not self.chooses_warmup:
             return
         chosen = saved or 0
-        if saved is None and not self.auto and self.settings.shares and topology.num_groups >= FEWEST_FOR_WARMUP:
+        if saved is None and self.settings.shares and topology.num_groups >= FEWEST_FOR_WARMUP:
             # Groups may have unequal numbers of batches.
             steps = min(topology.world.all_gather_object(steps))
             chosen = warmup_for(topology.num_groups, steps)
@@ -234,10 +229,15 @@ class Options:
     def start(self) -> None:
         self._times = [time.monotonic()]
 
-    def step(self, launch_in: int) -> bool:
-        """Counts an inner step, and returns whether it is time to choose; all ranks return the same."""
+    def step(self, launch_in: int, waited: float) -> bool:
+        """Counts an inner step, and returns whether it is time to choose; all ranks return the same.
+
+        Args:
+            launch_in: After how many inner steps the next launch is due.
+            waited: For how many seconds training has waited for other groups so far, which is no part of a step.
+        """
         if self.auto:
-            self._times.append(time.monotonic())
+            self._times.append(time.monotonic() - waited)
         return bool(self.auto) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:

@@ -182,7 +182,7 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     said = said_by("lightning_sdiloco.lightning.options", "lightning_sdiloco.lightning.fit")
 
     def fit(steps: int, path: Path | None = None, save: Path | None = None, **choices: Any) -> tuple[int, list[Tensor]]:
-        strategy = fits.strategy(sync_every=20, **choices)
+        strategy = fits.strategy(**{"sync_every": 20, **choices})
         trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
         model = fits.module()
         trainer.fit(model, fits.batches(rank), ckpt_path=path)
@@ -201,6 +201,9 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     assert fit(240, tmp_path / "warm.ckpt")[0] == 11
     assert fit(100, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
     assert len(said) == (rank == 0)
+    # What is measured in its first steps, and chosen then, goes together with it.
+    assert fit(220, sync_every="auto", compression="auto")[0] == 11
+    assert fit(220, compression="auto", warmup_steps=12)[0] == 12
     # Where the link is too slow for gradients, it ends soon.
     monkeypatch.undo()
     result = Pending.result

@@ -124,7 +124,6 @@ OF_A_TRAINER: Table = [
     ({"resumable_checkpoints": "newest"}, "give resume='exact:newest' or 'restart:newest'"),
     ({"sync_every": 8, "overlap_steps": "auto"}, "sync_every=8 leaves no time for overlap_steps='auto'"),
     ({"sync_every": "auto", "overlap_steps": 500}, "overlap_steps=500 leaves nothing for sync_every='auto'"),
-    ({"sync_every": "auto", "warmup_steps": 9}, "warmup_steps=9 leaves no time for sync_every='auto'"),
     ({"sync_every": "auto", "mixing": 2.0}, "mixing=2.0 is out of range"),
     ({"sync_every": "automatic"}, "sync_every='automatic' is of type str"),
     ({"outer_momentum": "given"}, "outer_momentum='given' is of type str"),
