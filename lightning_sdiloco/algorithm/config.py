@@ -74,12 +74,12 @@ def warmup_for(num_groups: int, steps: float) -> int:
     With three groups and fewer rounds do as well from the start. A few steps do not settle an inner optimizer.
 
     Examples:
-        >>> warmup_for(2, 4000), warmup_for(4, 4000), warmup_for(8, 4000), warmup_for(64, 4000), warmup_for(4, 100)
-        (0, 200, 800, 800, 0)
+        >>> warmup_for(2, 4000), warmup_for(4, 4000), warmup_for(8, 4000), warmup_for(64, 4000), warmup_for(4, 90)
+        (0, 400, 800, 800, 0)
     """
     if num_groups < FEWEST_FOR_WARMUP or not 0 < steps < math.inf:
         return 0
-    warmup = round(min(0.2, 0.05 * (num_groups / FEWEST_FOR_WARMUP) ** 2) * steps)
+    warmup = round(min(0.2, 0.1 * num_groups / FEWEST_FOR_WARMUP) * steps)
     return warmup if warmup >= _FEWEST_WARMUP_STEPS else 0
 
 

@@ -21,7 +21,18 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the pictures of the benchmarks need matplotlib")
 
-from benchmarks import finetuning, flights, loss_over_time, memory, quality, runs, slow_links, training, wire_bytes
+from benchmarks import (
+    finetuning,
+    flights,
+    loss_over_time,
+    memory,
+    quality,
+    runs,
+    scaling,
+    slow_links,
+    training,
+    wire_bytes,
+)
 from benchmarks.backup_workers import BACKUP, Case, Play, goodput_at_most, goodput_of_all, wait_for_all
 from benchmarks.comparison import Comparison
 from benchmarks.links import Links, missing
@@ -219,6 +230,17 @@ def test_no_training_begins_that_would_not_be_over_in_time(tmp_path: Path, monke
     for minutes, seeds in ((1.9, [0, 1]), (inf, [0, 1, 2, 3])):
         Runs("test", tmp_path / "runs.json").make(trainings, 1, minutes=minutes)
         assert [one.seed for one in begun] == seeds
+
+
+def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_does_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [round(scaling.by_losses(groups, 114_336), 1) for groups in scaling.LAWS] == [1.6, 4.2, 7.7]
+    assert [round(scaling.by_gap(groups, 114_336)) for groups in scaling.LAWS] == [7, 26, 23]
+    scaling.main(["--picture", str(tmp_path / "scaling.svg")])
+    assert (tmp_path / "scaling-dark.svg").exists()
+    told = capsys.readouterr().out
+    assert [f"114,336 | {groups} |" in told for groups in (2, 4, 8)] == [True] * 3
 
 
 def test_the_verdict_is_about_numbers_on_seeds_that_chose_nothing() -> None:

@@ -193,20 +193,20 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     # A machine with other work may be as slow as a link.
     monkeypatch.setattr(fit_module, "_MOST_WAITED", 1.0)
     chosen, values = fit(220, save=tmp_path / "warm.ckpt")
-    asked, expected = fit(220, warmup_steps=11)
-    assert (chosen, asked) == (11, 11)
+    asked, expected = fit(220, warmup_steps=22)
+    assert (chosen, asked) == (22, 22)
     assert all(map(torch.equal, values, expected))
-    assert rank or re.search("warmup_steps=11, 5 % of the 220 inner steps .* 4 groups .*: each sends", said[0])
+    assert rank or re.search("warmup_steps=22, 10 % of the 220 inner steps .* 4 groups .*: each sends", said[0])
     # A run that goes on keeps the one that it had, and none begins in its midst; a few steps have none.
-    assert fit(240, tmp_path / "warm.ckpt")[0] == 11
-    assert fit(100, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
+    assert fit(240, tmp_path / "warm.ckpt")[0] == 22
+    assert fit(90, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
     assert len(said) == (rank == 0)
     # What is measured in its first steps, and chosen then, goes together with it.
-    assert fit(220, sync_every="auto", compression="auto")[0] == 11
+    assert fit(220, sync_every="auto", compression="auto")[0] == 22
     assert fit(220, compression="auto", warmup_steps=12)[0] == 12
     # Where the link is too slow for gradients, it ends soon.
     monkeypatch.undo()
     result = Pending.result
     monkeypatch.setattr(Pending, "result", lambda pending: (sleep(0.02), result(pending))[1])
     assert fit(220)[0] == 9
-    assert rank or "ends after 9 inner steps, not after 11: training waits for gradients" in said[-1]
+    assert rank or "ends after 9 inner steps, not after 22: training waits for gradients" in said[-1]
