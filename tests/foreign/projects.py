@@ -119,7 +119,7 @@ def pytorch_forecasting(trial: Trial) -> None:
         train, learning_rate=0.01, hidden_size=48, attention_head_size=2, dropout=0.1, loss=QuantileLoss()
     )
     choices = trial.trainer(new, "val_loss")
-    trainer = new.Trainer(**choices, max_epochs=3, limit_train_batches=12, gradient_clip_val=0.1)
+    trainer = new.Trainer(**choices, max_epochs=3, limit_train_batches=24, gradient_clip_val=0.1)
     trainer.fit(model, *loaders, ckpt_path=trial.resume, weights_only=False)
     trial.found["validated"] = sorted(trainer.validate(model, loaders[1])[0])
     del choices["callbacks"]
