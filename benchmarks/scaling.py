@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks import comparison, quality, report
-from benchmarks.picture import BLUE, GREEN, ORANGE, figure, save
+from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import parameters
 
@@ -95,7 +95,7 @@ def draw(found: Sequence[Point], path: Path) -> None:
         bars = {"yerr": [point.half for point in own], "color": color, "linestyle": "", "marker": "D", "capsize": 3}
         shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in own]
         axes.errorbar(shifted, [point.gap for point in own], **bars)
-    axes.axhline(0, color="#888888", linewidth=1)
+    axes.axhline(0, color=QUIET, linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
     axes.set(xlim=SHOWN, ylim=(-6, 40), xlabel="parameters", ylabel="% above data parallel")

@@ -1,3 +1,3 @@
-"""The version of the package, which checkpoints and run configs tell; the same as in pyproject.toml."""
+"""The version of the package: of its distribution, which is built with it, of checkpoints and of run configs."""
 
 VERSION = "0.1.0"

@@ -21,8 +21,6 @@ sys.path.append(str(ROOT / "docs"))
 
 import make_architecture as architecture  # noqa: E402
 
-from lightning_sdiloco.version import VERSION  # noqa: E402
-
 SOURCE = architecture.Source(ROOT)
 FLOOR = {room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE}
 GROUND = {room for room, floor in FLOOR.items() if floor == 0}  # single files, which everybody may use
@@ -127,10 +125,6 @@ def test_no_room_reaches_into_the_private_names_of_another_says_what_it_is_for_a
         if room not in ("tools", "compression"):
             (said,) = SOURCE.trees[f"{NAME}.{room}"].body
             assert len(ast.unparse(said).split("\\n")) > 3, room
-
-
-def test_the_version_is_that_of_the_distribution() -> None:
-    assert f'\nversion = "{VERSION}"\n' in (ROOT / "pyproject.toml").read_text()
 
 
 # What a room may know

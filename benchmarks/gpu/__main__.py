@@ -95,7 +95,9 @@ class Results:
         found = {name: each or {"status": "left", "headline": {}, "reason": ""} for name, each in kept.items()}
         headline = {key: value for each in found.values() for key, value in each["headline"].items()}
         ended = {name: {key: each[key] for key in ("status", "reason")} for name, each in found.items()}
-        report.write(self._folder / "summary.json", headline, self._about, ended=ended)
+        numbers = {piece.name: self.read(piece) for piece in pieces if piece.stage == "numbers"}
+        told = {name: each["found"] for name, each in numbers.items() if each is not None}
+        report.write(self._folder / "summary.json", headline, self._about, ended=ended, numbers=told)
         return {"headline": headline, "ended": ended}
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.overlap docs/benchmarks/gpu.json docs/images/benchmark-gpu.svg 408 462
 
-The last two say which milliseconds to draw. A file of ``make gpu``, ``DIR/numbers/overlap.json``, does as well.
+The first is the ``summary.json`` of ``make gpu``; the last two say which milliseconds to draw.
 """
 
 import json
@@ -68,11 +68,13 @@ def spans_of(events: list[dict[str, Any]]) -> list[Span]:
     return sum(spans.values(), [])
 
 
+def busy_ms(spans: list[Span]) -> dict[int, float]:
+    return {stream: sum(span.ended - span.began for span in spans if span.stream == stream) for stream, *_ in spans}
+
+
 def shares(spans: list[Span]) -> Found:
     """Returns the milliseconds that each stream is busy, and for how many of them training, the busiest, is too."""
-    busy: dict[int, float] = {}
-    for span in spans:
-        busy[span.stream] = busy.get(span.stream, 0.0) + span.ended - span.began
+    busy = busy_ms(spans)
     most = max(busy, key=lambda stream: busy[stream])
     training = [span for span in spans if span.stream == most]
     beside = {
@@ -95,7 +97,7 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
     """Draws what streams did from one time to another: training below, and all others above."""
     from benchmarks.picture import BLUE, GREY, ORANGE, figure, save
 
-    busy = {stream: sum(s.ended - s.began for s in spans if s.stream == stream) for stream, *_ in spans}
+    busy = busy_ms(spans)
     training = max(busy, key=lambda stream: busy[stream])
     picture, (axes,) = figure(height=1.9)
     rows = ((0, GREY, None, "training"), (1, BLUE, "kernels", "side stream: kernels"), (2, ORANGE, "copies", "copies"))
@@ -113,6 +115,5 @@ def draw(spans: list[Span], path: Path, first: float, last: float) -> None:
 
 if __name__ == "__main__":
     source, target, first, last = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
-    found = json.loads(Path(source).read_text())
-    found = found["numbers"]["overlap"] if "numbers" in found else found["found"]
-    draw([Span(*span) for span in found["spans"]], target, first, last)
+    spans = json.loads(Path(source).read_text())["numbers"]["overlap"]["spans"]
+    draw([Span(*span) for span in spans], target, first, last)

@@ -35,13 +35,11 @@ class Exchange(ABC, Generic[Posted]):
     Attributes:
         device: Where messages are sent from.
         learns_sizes: Whether messages may be posted before their receivers know how long they are.
-        is_in_one_order: Whether all ranks must collect in the same order, whichever hop it is.
         arrived: When the last message of each group came, where that is seen; 0 of this group.
         sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
     """
 
     learns_sizes = True
-    is_in_one_order = False
 
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
@@ -329,7 +327,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     """Sends from the device of each group to that of each other group; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
-    Nobody else may use its process group: the backend matches messages by the order in which ranks post them.
+    Nobody else may use its process group: the backend matches messages by the order in which ranks post them. Both hops
+    of a flight use it, from one thread.
 
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
     it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
@@ -342,7 +341,6 @@ class DeviceExchange(Exchange[_OnDevice]):
     """
 
     learns_sizes = False
-    is_in_one_order = True
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(dist.get_world_size(process_group))

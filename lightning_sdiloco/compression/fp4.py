@@ -166,9 +166,9 @@ def passes_on(device: str) -> Passes | None:
 
 
 def _in_triton() -> Passes:
-    from lightning_sdiloco.compression import fp4_triton
+    from lightning_sdiloco.compression.fp4_triton import decode, encode, mean
 
-    return Passes(fp4_triton.encode, fp4_triton.decode, fp4_triton.mean)
+    return Passes(encode, decode, mean)
 
 
 def _in_c() -> Passes:

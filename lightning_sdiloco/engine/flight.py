@@ -74,9 +74,9 @@ class Synchronizer:
             self._exchange = VaryingExchange(topology.control, topology.exchange)
         # Where nobody waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
-        # where hops must be in one order.
+        # where both hops have one exchange, which one thread may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
-        self._hands_over = codec.varies() or (relays and not topology.exchange.is_in_one_order)
+        self._hands_over = codec.varies() or (relays and topology.second_hop is not topology.exchange)
 
     def fly(self, launch: Launch) -> Work[Arrival]:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""

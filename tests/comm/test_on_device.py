@@ -203,7 +203,7 @@ def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_
         post, launched = topology.control.post, list[float]()
         patch.setattr(topology.control, "post", lambda *args: (launched.append(time.monotonic()), post(*args))[1])
         for step in range(STEPS):
-            # The one is late where it launches, and the other where it takes a mean.
+            # One group launches later than the other.
             time.sleep(0.15 if rank and step % 3 == 2 else 0.0)
             training.step()
         training.engine.close()

@@ -19,6 +19,7 @@ from lightning_sdiloco import (
     RandomPairs,
     Ring,
     Selective,
+    StreamingDiLoCo,
     StreamingDiLoCoMonitor,
     TwoShot,
 )
@@ -31,7 +32,7 @@ from tests.fits import said_by, whole
 from tests.lightning.test_checkpoint import assert_resumed, saving, unequal
 from tests.lightning.test_fabric import fabric_of, train
 from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
-from tests.ranks import in_ranks, run_processes
+from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
 GROUPS, STEPS = 4, 12
@@ -182,6 +183,7 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     said = said_by("lightning_sdiloco.lightning.options", "lightning_sdiloco.lightning.fit")
 
     def fit(steps: int, path: Path | None = None, save: Path | None = None, **choices: Any) -> tuple[int, list[Tensor]]:
+        """Returns how long the warm-up was, and what was learnt."""
         strategy = fits.strategy(**{"sync_every": 20, **choices})
         trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
         model = fits.module()
@@ -190,6 +192,13 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
             trainer.save_checkpoint(save)
         return strategy.schedule.warmup_steps, [parameter.detach().clone() for parameter in model.parameters()]
 
+    planned, choose = list[int](), StreamingDiLoCo.choose
+
+    def noted(engine: StreamingDiLoCo, settings: Any) -> None:
+        planned.append(engine.inner_steps)
+        choose(engine, settings)
+
+    monkeypatch.setattr(StreamingDiLoCo, "choose", noted)
     # A machine with other work may be as slow as a link.
     monkeypatch.setattr(fit_module, "_MOST_WAITED", 1.0)
     chosen, values = fit(220, save=tmp_path / "warm.ckpt")
@@ -202,8 +211,10 @@ def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_
     assert fit(90, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
     assert len(said) == (rank == 0)
     # What is measured in its first steps, and chosen then, goes together with it.
-    assert fit(220, sync_every="auto", compression="auto")[0] == 22
-    assert fit(220, compression="auto", warmup_steps=12)[0] == 12
+    for choices, steps in (({"sync_every": "auto"}, 22), ({"compression": "auto", "warmup_steps": 12}, 12)):
+        warmup, values = fit(220, **choices)
+        assert planned.pop() < warmup == steps, "the planner has chosen, in the warm-up"
+        assert agreed({str(index): value for index, value in enumerate(values)})
     # Where the link is too slow for gradients, it ends soon.
     monkeypatch.undo()
     result = Pending.result
