@@ -24,7 +24,7 @@ from benchmarks import report
 from benchmarks.models import DEMO, SMALL, TINY, Size
 from benchmarks.training import Training
 from lightning_sdiloco.algorithm.reduce import AllReduce, TwoShotAllReduce
-from lightning_sdiloco.algorithm.weighting import Count, digest
+from lightning_sdiloco.algorithm.weighting import Count
 from lightning_sdiloco.compression import (
     COMPRESSIONS,
     FP4,
@@ -38,6 +38,7 @@ from lightning_sdiloco.compression import (
 )
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.engine.flight import norm_squared
+from lightning_sdiloco.engine.shards import digest
 
 Replicas = list[Tensor]
 """One flat float32 vector per replica."""

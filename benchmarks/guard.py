@@ -20,7 +20,7 @@ from benchmarks import report
 from benchmarks.models import TINY
 from benchmarks.training import Loop, Text, Training
 from lightning_sdiloco import Landing
-from lightning_sdiloco.algorithm.guard import GUARD, REMEMBERED, usual
+from lightning_sdiloco.algorithm.weighting import GUARD, REMEMBERED, usual
 
 CASES = [
     (groups, sync_every, lr) for groups in (2, 4) for sync_every, lr in ((10, 3e-3), (10, 1e-2), (30, 3e-3), (30, 1e-2))

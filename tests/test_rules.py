@@ -172,8 +172,8 @@ def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock
     clocks_and_files = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
     for module in RULES:
         assert tops_of(module) & clocks_and_files == set(), module
-        assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", f"{NAME}.algorithm.guard"}, module
-    assert tops_of(f"{NAME}.algorithm.guard") <= {"collections", "statistics", "typing"}
+        assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", f"{NAME}.algorithm.weighting"}, module
+    assert "torch" not in tops_of(f"{NAME}.algorithm.weighting")
 
 
 def test_nothing_that_another_rank_or_the_network_sends_is_unpickled() -> None:

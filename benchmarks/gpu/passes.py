@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.merge import Mix
-from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.compression.fp4 import FP4
 from lightning_sdiloco.engine.flight import norm_squared, outer_step
+from lightning_sdiloco.engine.shards import digest
 from tests.gpu.task import Found, Place
 
 GOAL = 0.7

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
-from lightning_sdiloco.algorithm.guard import GUARD
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
 from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import LaunchSchedule
-from lightning_sdiloco.algorithm.weighting import Aggregation, Weighing
+from lightning_sdiloco.algorithm.weighting import GUARD, Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)

@@ -1,23 +1,20 @@
 """What groups say at a launch, and how much each counts in a mean: decided from that, and so alike in all of them.
 
-They say the digest of what they hold alike: a number that stands for its bits, by which they see whether it is.
+It needs no tensor: the hub of a federation asks the same guard.
 """
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from math import sqrt
 from operator import or_
-from typing import Any, NamedTuple
+from statistics import median, median_high
+from typing import Any, NamedTuple, TypeVar
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.guard import REMEMBERED, outlying
 from lightning_sdiloco.errors import AgreementError
 
 _CONTROL = struct.Struct("<IIHeIqdQB7x")
@@ -27,54 +24,18 @@ CONTROL_BYTES = _CONTROL.size
 # The largest number of a half-precision float.
 _LONGEST_STEP = 65504.0
 
+Who = TypeVar("Who")
+
+GUARD = 10.0
+"""How many times as long is too long, where nobody says otherwise."""
+
+REMEMBERED = 8
+"""With how many of its last norms a new one is compared, at most."""
+
+_ENOUGH, _OTHERS = 4, 2
+
 # A group that is left out this many times in a row will not recover.
 _MOST_LEFT_OUT = 3
-
-
-# How many words are weighed at once: on a CPU they stay in its cache. An accelerator takes more, or it would spend its
-# time with the launches of kernels.
-_CHUNK = 1 << 17
-_CHUNK_ON_DEVICE = 1 << 23
-
-
-def digest(values: Tensor, start: int = 0) -> int:
-    """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64, signed.
-
-    A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
-    Digests of consecutive shards, which begin at ``start`` in the whole, add up to that of the whole.
-
-    Examples:
-        >>> whole = torch.arange(10.0)
-        >>> digest(whole) == combined([digest(whole[:3]), digest(whole[3:], start=3)])
-        True
-        >>> digest(whole) == digest(whole.flip(0))
-        False
-    """
-    flat = values.detach().contiguous().view(-1)
-    size = flat.element_size()
-    words = flat.view(torch.int32) if size % 4 == 0 else flat.view(torch.int16 if size == 2 else torch.uint8)
-    on_cpu = words.device.type == "cpu"
-    length = _CHUNK if on_cpu else _CHUNK_ON_DEVICE
-    weights = _odd_numbers() if on_cpu else torch.arange(1, min(length, words.numel() + 2), 2, device=words.device)
-    # Added up on the device, modulo 2**64, so that the host waits for it once.
-    parts = list[Tensor]()
-    for first in range(-(start % 2), words.numel(), length):
-        chunk, before = words[max(first, 0) : first + length].to(torch.int32), max(-first, 0)
-        after = (before + chunk.numel()) % 2
-        if before or after or chunk.storage_offset() % 2:
-            chunk = pad(chunk, (before, after))
-        pairs = chunk.view(torch.int64)
-        own = weights[: len(pairs)]
-        parts.append(torch.dot(pairs, own) if on_cpu else (pairs * own).sum())
-        if start + first:
-            parts.append(pairs.sum() * (start + first))
-    return int(parts[0] if len(parts) == 1 else torch.stack(parts).sum()) if parts else 0
-
-
-@cache
-def _odd_numbers() -> Tensor:
-    """Returns the weights of a chunk on a CPU: those of every chunk."""
-    return torch.arange(1, _CHUNK, 2, device="cpu")
 
 
 def combined(digests: list[int]) -> int:
@@ -98,7 +59,7 @@ class Control(NamedTuple):
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
-        >>> Control.unpacked(control.packed()) == control, control.packed().numel()
+        >>> Control.unpacked(control.packed()) == control, len(control.packed())
         (True, 48)
     """
 
@@ -117,15 +78,14 @@ class Control(NamedTuple):
         """Norm of the outer gradient, before any compression."""
         return sqrt(self.norm_squared)
 
-    def packed(self) -> Tensor:
-        """Returns the control vector as a uint8 tensor of shape ``(CONTROL_BYTES,)``, on the host."""
-        packed = _CONTROL.pack(*self[:3], min(self.step_time, _LONGEST_STEP), *self[3:-1])
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    def packed(self) -> bytearray:
+        """Returns the control vector as ``CONTROL_BYTES`` bytes."""
+        return bytearray(_CONTROL.pack(*self[:3], min(self.step_time, _LONGEST_STEP), *self[3:-1]))
 
     @staticmethod
-    def unpacked(packed: Tensor) -> "Control":
+    def unpacked(packed: bytearray | memoryview) -> "Control":
         """Reads a control vector back from its bytes."""
-        fragment, step, requests, step_time, *others, finite = _CONTROL.unpack(packed.numpy().tobytes())
+        fragment, step, requests, step_time, *others, finite = _CONTROL.unpack(packed)
         return Control._make([fragment, step, requests, *others, bool(finite), step_time])
 
     @staticmethod
@@ -246,6 +206,41 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
     """Returns the norms to remember once a flight has landed; see `Aggregation`."""
     new = {group: [controls[group].norm] for group in may_count(controls)}
     return [[*last, *new.get(group, [])][-REMEMBERED:] for group, last in enumerate(norms)]
+
+
+# The guard: whose outer gradient is too long to count, against its own past and against the others of its round
+
+
+def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
+    """Returns how long an outer gradient usually is; 0 where that is not known.
+
+    It is the median of the last norms of the same, if there are four, or that of the others in the round, if there are
+    two: the longer one, where there are both.
+
+    Args:
+        who: Whose outer gradient.
+        norms: The norms of those that could count in a round.
+        past: The last norms of each, at most eight.
+    """
+    own, others = past.get(who, ()), [norm for other, norm in norms.items() if other != who]
+    of_the_past = median(own) if len(own) >= _ENOUGH else 0.0
+    return max(of_the_past, median_high(others)) if len(others) >= _OTHERS else of_the_past
+
+
+def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
+    """Returns who is out, each with how many times as long as usual it is.
+
+    If all are that far off, the training has changed, and none is at fault.
+
+    Examples:
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {}, guard=10.0)
+        {'b': 40.0}
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [50.0] * 4}, guard=10.0)
+        {}
+    """
+    times = {who: norm / own for who, norm in norms.items() if (own := usual(who, norms, past)) > 0}
+    far = {who: longer for who, longer in times.items() if longer > guard}
+    return far if len(far) < len(norms) else {}
 
 
 class Absences:

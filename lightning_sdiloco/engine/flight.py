@@ -110,7 +110,7 @@ class Synchronizer:
         (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
         on_link_s = on_link(posted_at, began, arrived[0], arrived[1], spans["encode"][1] - spans["encode"][0])
-        controls = [Control.unpacked(word) for word in words]
+        controls = [Control.unpacked(word.numpy().data) for word in words]
         payloads = [message[: message.numel() - tail_bytes] for message in messages]
         self._check(controls, launch)
         # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
@@ -202,10 +202,11 @@ class Synchronizer:
             changed=0 if launch.purpose is Purpose.GRADIENT else fragment.buffers.changed(launch.buffers),
             step_time=launch.step_time,
         )
+        word = torch.frombuffer(own.packed(), dtype=torch.uint8)
         if self._topology.group_size == 1:
-            return own.packed()
-        ranks = self._topology.stages[_SEND].all_gather(own.packed())
-        return Control.merged(list(map(Control.unpacked, ranks))).packed()
+            return word
+        ranks = [Control.unpacked(rank.numpy().data) for rank in self._topology.stages[_SEND].all_gather(word)]
+        return torch.frombuffer(Control.merged(ranks).packed(), dtype=torch.uint8)
 
     def _count(self, controls: Sequence[Control], launch: Launch) -> Count:
         if launch.leg:

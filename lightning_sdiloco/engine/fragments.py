@@ -52,11 +52,11 @@ from torch import Tensor, nn
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.merge import LandingRule, mix
 from lightning_sdiloco.algorithm.partition import Fragment
-from lightning_sdiloco.algorithm.weighting import combined, digest
+from lightning_sdiloco.algorithm.weighting import combined
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, outer_optimizer_for
-from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, is_sharded, layouts_of, trainable
+from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, digest, is_sharded, layouts_of, trainable
 
 Span = tuple[float, float]
 """From when to when, on the clock of ``time.perf_counter()``."""

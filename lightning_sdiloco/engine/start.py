@@ -21,7 +21,6 @@ from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.algorithm.gossip import check_legs
 from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
-from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
@@ -35,6 +34,7 @@ from lightning_sdiloco.engine.shards import (
     clean_name,
     described,
     described_sharding,
+    digest,
     is_sharded,
     local,
     ranks_of,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, digest, plain
+from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
@@ -27,7 +27,7 @@ from lightning_sdiloco.engine.flight import mean_of_buffers, norm_squared, outer
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
-from lightning_sdiloco.engine.shards import FragmentLayout
+from lightning_sdiloco.engine.shards import FragmentLayout, digest
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of

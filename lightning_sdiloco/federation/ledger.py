@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from lightning_sdiloco.algorithm.guard import outlying
+from lightning_sdiloco.algorithm.weighting import outlying
 from lightning_sdiloco.errors import AgreementError, Refused
 from lightning_sdiloco.federation.messages import (
     Call,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_sdiloco import AgreementError, Landing, OuterOptimizer, SimulatedGroups
-from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, digest, plain, remembered
+from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain, remembered
+from lightning_sdiloco.engine.shards import digest
 from tests.bits import SPECIAL, vector
 from tests.engine.groups import MEAN, held, unlike
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, SimulatedGroups, StreamingDiLoCo
-from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.compression import ErrorFeedback, Int4
 from lightning_sdiloco.engine.outer import OnHost
+from lightning_sdiloco.engine.shards import digest
 from lightning_sdiloco.lightning.monitor import Deferred
 from tests import known_training as known
 from tests import pretend

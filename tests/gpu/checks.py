@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
-from lightning_sdiloco.algorithm.weighting import digest
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
 from lightning_sdiloco.compression.fp4 import FP4, passes_on
 from lightning_sdiloco.engine.flight import ThreadBackground
+from lightning_sdiloco.engine.shards import digest
 from tests.gpu.task import Found, NotHere, Place, Task, hosts_of_their_own
 from tests.known_training import (
     CHOICES,
