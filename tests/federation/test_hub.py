@@ -366,8 +366,8 @@ def test_what_did_not_come_is_fetched_again_and_a_cut_is_noticed_while_nobody_re
 
 def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(world: World) -> None:
     connection: Any = world.found("a", rounds=2).connection
-    record = world.service.coordinator.ledger.history[0][-1]
     until(lambda: not connection._coming and not connection.events())
+    record = world.service.coordinator.ledger.history[0][0]
     get, asked, goes_on = connection._client.get_small, threading.Event(), threading.Event()
 
     def slow(wanted: Any) -> Any:
@@ -385,7 +385,8 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(w
             if lost:
                 connection.hear(Event("lost", {"why": "the link is cut", "kind": "HubUnreachable"}))
             goes_on.set()
-            told = lambda: [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]  # noqa: E731
+            heard = lambda: [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]  # noqa: E731
+            told = lambda: [one for one in heard() if one.record == record]  # noqa: E731
             if lost:
                 time.sleep(0.5)
                 assert told() == []
