@@ -5,11 +5,12 @@
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
-- ``alone``: 2, 4 and 8 groups with H=20, of which the strategy chooses all else: the cut, and a warm-up.
+- ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy chooses all else.
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as `warmup_steps`, on one seed.
-- ``muon``: Muon for the matrices inside both methods, its rates and a verdict.
+- ``muon``: the same with Muon for the matrices inside both methods, at two rates and on the seeds of the verdict.
+- ``unequal``: 4 groups by themselves, each with files of its own.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
 
@@ -69,6 +70,10 @@ class Model:
         batch: Windows that a group sees in a step.
         budget: Tokens per parameter.
         every: The values of H for the verdict, by the number of groups; the first is that of all other stages.
+        alone: The best inner learning rates of groups of which nothing but H is said, by their number.
+        tried: Those that both methods try there, by the number of groups.
+        alone_every: The values of H there.
+        seeds: The seeds there.
     """
 
     size: Size
@@ -76,6 +81,10 @@ class Model:
     batch: int = BATCH
     budget: float = 16.0
     every: Mapping[int, Sequence[int]] = field(default_factory=lambda: {2: (50,)})
+    alone: Mapping[int, Rates] = field(default_factory=dict)
+    tried: Mapping[int, Sequence[float]] = field(default_factory=dict)
+    alone_every: Sequence[int] = (20,)
+    seeds: Sequence[int] = HELD_OUT
 
 
 # More groups want larger rates of their own, since each steps on a smaller batch; larger models want smaller ones.
@@ -86,22 +95,34 @@ MODELS = {
         {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)},
         batch=1,
         every={2: (50, 20, 100), 4: (50, 20, 100), 8: (20, 100)},
+        alone={2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)},
+        tried={4: (6e-3, 8e-3), 8: (6e-3, 9e-3)},
+        alone_every=(20, 100),
     ),
     "0.2M": Model(Size(3, 64, 4, 128), {2: Rates(4.5e-3, 2e-3)}, batch=1),
-    "0.5M": Model(Size(4, 96, 3, 128), {2: Rates(3e-3, 3e-3)}),
+    "0.5M": Model(
+        Size(4, 96, 3, 128),
+        {2: Rates(3e-3, 3e-3)},
+        alone={4: Rates(3e-3, 3e-3), 8: Rates(3e-3, 3e-3)},
+        tried={4: (3e-3, 4.5e-3), 8: (3e-3, 4.5e-3)},
+    ),
+    "2M": Model(
+        Size(6, 160, 5, 128),
+        {2: Rates(2e-3, 2e-3)},
+        batch=8,
+        alone={2: Rates(2e-3, 2e-3), 4: Rates(2e-3, 2e-3), 8: Rates(2e-3, 2e-3)},
+        seeds=HELD_OUT[:2],
+    ),
     "5M": Model(Size(6, 256, 4, 128), {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "10M": Model(TEN_MILLION, {2: Rates(1.5e-3, 1.5e-3)}, batch=32),
     "50M": Model(Size(16, 512, 8, 128), {2: Rates(1e-3, 1e-3)}, batch=32, budget=2.0),
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2)
+TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3)
 """Inner learning rates."""
 
-OWN_RATES = {4: (6e-3, 8e-3), 8: (6e-3, 9e-3)}
-"""Inner learning rates of worker groups that begin with a warm-up, by their number."""
-
-MUON_RATES = Rates(6e-3, 3e-3)
+MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)}
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
 """DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups train."""
@@ -132,21 +153,26 @@ def verdict(size: str) -> Iterator[tuple[str, Pair]]:
                 yield f"{size}, M={groups}, H={sync_every}", pair(size, groups, seed, sync_every=sync_every)
 
 
-def alone(size: str, groups: int, seed: int, rates: Rates | None = None) -> Pair:
+def alone(
+    size: str, groups: int, seed: int, rates: Rates | None = None, inner: str = "adamw", sync_every: int = 20
+) -> Pair:
     """Makes groups of which nothing but H was said to the strategy: it cuts the model, and chooses a warm-up."""
-    warmup = warmup_for(groups, pair(size, groups)[0].steps)
+    rates = rates or MODELS[size].alone[groups]
+    warmup = warmup_for(groups, pair(size, groups, rates=rates)[0].steps)
     warm = {"warmup_steps": warmup} if warmup else {}
-    return pair(size, groups, seed, rates, sync_every=20, fragments="strided", **warm)
+    return pair(size, groups, seed, rates, inner, sync_every=sync_every, fragments="strided", **warm)
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields what the strategy does by itself, at two rates of its own where it warms up, and over the other seeds."""
-    for groups, tried in OWN_RATES.items():
+    """Yields what the strategy does by itself, at the rates that both methods try, and over the other seeds."""
+    model = MODELS[size]
+    for groups, tried in model.tried.items():
         for rate, seed in product(tried, TUNING):
-            name = f"{size}, M={groups}, H=20, by itself"
-            yield at_rate(name, rate), alone(size, groups, seed, Rates(MODELS[size].rates[groups].ddp, rate))
-    for groups, seed in product(MODELS[size].rates, HELD_OUT):
-        yield f"{size}, M={groups}, H=20, by itself, other seeds", alone(size, groups, seed)
+            name = at_rate(f"{size}, M={groups}, H=20, by itself", rate)
+            yield name, alone(size, groups, seed, Rates(rate, rate))
+    for groups, sync_every, seed in product(model.alone, model.alone_every, model.seeds):
+        name = f"{size}, M={groups}, H={sync_every}, by itself, other seeds"
+        yield name, alone(size, groups, seed, sync_every=sync_every)
 
 
 def warmups(size: str) -> Iterator[tuple[str, Pair]]:
@@ -197,12 +223,19 @@ def rates(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def muon(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields Muon inside both: each rate on the seeds for tuning, and the best ones on those of the verdict."""
-    for rate in TRIED_MUON:
-        for seed in TUNING:
-            yield at_rate(f"{size}, M=2, H=50, Muon", rate), pair(size, 2, seed, Rates(rate, rate), "muon")
+    """Yields Muon inside both methods, by itself: two rates on the seeds for tuning, the best ones on the others."""
+    for groups, rate, seed in product((4, 8), TRIED_MUON, TUNING):
+        name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
+        yield name, alone(size, groups, seed, Rates(rate, rate), "muon")
+    for (groups, best), seed in product(MUON_RATES.items(), HELD_OUT):
+        yield f"{size}, M={groups}, H=20, by itself, Muon, other seeds", alone(size, groups, seed, best, "muon")
+
+
+def unequal(size: str) -> Iterator[tuple[str, Pair]]:
+    """Yields four groups by themselves of which each has files of its own, and DDP on the same batches."""
     for seed in HELD_OUT:
-        yield f"{size}, M=2, H=50, Muon, other seeds", pair(size, 2, seed, MUON_RATES, "muon")
+        ours, ddp = (replace(one, split="by_file") for one in alone(size, 4, seed))
+        yield f"{size}, M=4, H=20, by itself, files of its own for each group", (ours, ddp)
 
 
 def sparse(size: str) -> Iterator[tuple[str, Pair]]:
@@ -248,6 +281,7 @@ STAGES = {
     "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
     "shares": Stage("shares of the steps with the mean of gradients", ["0.1M"], shares),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
+    "unequal": Stage("files of its own for each group", ["0.1M"], unequal),
     "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),
     "large": Stage("larger models", ["5M", "10M", "50M"], large),
 }

@@ -19,7 +19,7 @@ from benchmarks import report
 from benchmarks.training import Run, Training, made
 
 # What runs had before there was a choice.
-_BEFORE = {"device": "cpu"}
+_BEFORE = {"device": "cpu", "split": "shuffled"}
 
 # Trainings that are alike in these, and both DDP or both not, take as long for each token.
 _KIND = ("size", "groups", "batch", "inner", "device")

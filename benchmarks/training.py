@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class Training:
         warmup: Share of the steps in which the learning rate rises.
         clip: The largest norm of a gradient.
         device: Where models and text are.
+        split: How the text is shared out: ``"shuffled"``, or ``"by_file"``, with files of its own for each group.
     """
 
     size: Size
@@ -69,6 +70,7 @@ class Training:
     weight_decay: float = field(default=0.1, kw_only=True)
     validation_windows: int = field(default=512, kw_only=True)
     device: str = field(default="cpu", kw_only=True)
+    split: Literal["shuffled", "by_file"] = field(default="shuffled", kw_only=True)
 
     @property
     def tokens(self) -> int:
@@ -173,17 +175,21 @@ class Text:
         self.training = Windows(text[:split], size.context)
         self.validation = Windows(text[split:], size.context, validation_windows)
 
-    def batches(self, seed: int, batch: int, first: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields batches for all groups together, from any of them on: pass after pass, each in an order of its own."""
-        for chosen in islice(self._order(seed, batch), first, None):
+    def batches(self, seed: int, batch: int, first: int = 0, parts: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields batches for all groups together, from any of them on: pass after pass, each in an order of its own.
+
+        With several parts, as many groups have files of their own: windows stand in the order of these.
+        """
+        for chosen in islice(self._order(seed, batch // parts, parts), first, None):
             yield _stacked(self.training, chosen)
 
-    def _order(self, seed: int, batch: int) -> Iterator[Tensor]:
-        generator = torch.Generator().manual_seed(seed)
+    def _order(self, seed: int, batch: int, parts: int) -> Iterator[Tensor]:
+        generator, numel = torch.Generator().manual_seed(seed), len(self.training) // parts
         while True:
-            order = torch.randperm(len(self.training), generator=generator).to(self.training.text.device)
+            orders = [torch.randperm(numel, generator=generator) + part * numel for part in range(parts)]
+            order = torch.stack(orders).to(self.training.text.device)
             # One after the other: to split all of them at once takes seconds.
-            yield from (order[start : start + batch] for start in range(0, len(order) // batch * batch, batch))
+            yield from (order[:, start : start + batch].flatten() for start in range(0, numel // batch * batch, batch))
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
@@ -257,7 +263,8 @@ class Loop:
 
     def run(self, until: float = math.inf, steps: int | None = None) -> bool:
         """Trains to the end, or until a moment of `time.time`; tells whether it got to the end."""
-        batches = self._text.batches(self._training.seed, self._training.groups * self._training.batch, self.step)
+        own, parts = self._training, self._training.groups if self._training.split == "by_file" else 1
+        batches = self._text.batches(own.seed, own.groups * own.batch, self.step, parts)
         while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
                 return False

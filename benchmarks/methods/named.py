@@ -88,7 +88,7 @@ METHODS: Mapping[str, Method] = {
         lambda: {"route": FastestPairs(speeds=()), **_PAIRS, "outer_lr": 1.0, "outer_momentum": 0.0}
     ),
     "Ring": Method(lambda: {"route": Ring(), **_PAIRS}),
-    "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES.ours}),
+    "Muon": Method(changes={"inner": "muon", "lr": MUON_RATES[2].ours}),
     "GPA inside, outer momentum": Method(changes=_GPA),
     "GPA inside, none outside": Method(lambda: {"outer_lr": 1.0, "outer_momentum": 0.0}, changes=_GPA),
     LARGER: Method(beside=None, changes={"batch": 8}),

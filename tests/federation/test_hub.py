@@ -370,6 +370,10 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(w
     record = world.service.coordinator.ledger.history[0][0]
     get, asked, goes_on = connection._client.get_small, threading.Event(), threading.Event()
 
+    def told() -> list[Any]:
+        heard = [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]
+        return [one for one in heard if one.record == record]
+
     def slow(wanted: Any) -> Any:
         asked.set()
         assert goes_on.wait(10)
@@ -385,8 +389,6 @@ def test_what_an_earlier_connection_was_fetching_is_told_by_the_next_one_alone(w
             if lost:
                 connection.hear(Event("lost", {"why": "the link is cut", "kind": "HubUnreachable"}))
             goes_on.set()
-            heard = lambda: [one for one in connection.events() if isinstance(one, Recorded) and one.blobs]  # noqa: E731
-            told = lambda: [one for one in heard() if one.record == record]  # noqa: E731
             if lost:
                 time.sleep(0.5)
                 assert told() == []

@@ -1,0 +1,145 @@
+"""What worker groups cost a vision model with BatchNorm: a ResNet-8 on generated images, beside DDP.
+
+    python -m benchmarks.vision [--quick] [--json FILE]
+
+Each image is a grating in noise, and its class the direction of the grating. Four groups and H=20, of which the
+strategy chooses all else, and DDP, which takes the mean of the gradients of the same four batches in every step: SGD
+inside, each at the better of two rates, on two seeds for tuning and five others. Batches of 16 make the statistics of
+BatchNorm those of one group alone; running means and variances are buffers, of which the groups take the mean.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from statistics import mean
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from benchmarks import report
+from benchmarks.comparison import interval
+from benchmarks.models import lr_factor
+from benchmarks.quality import HELD_OUT, TUNING
+from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco.algorithm.config import warmup_for
+
+GROUPS, BATCH, SIDE, CLASSES, EVERY = 4, 16, 16, 10, 20
+RATES, STEPS, JUDGED_BY = (0.05, 0.1), 800, 2000
+NOISE = 1.5
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, width, 3, stride, 1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, 1, 1, bias=False)
+        self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
+        self.skip = nn.Conv2d(inputs, width, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.norms[1](self.second(F.relu(self.norms[0](self.first(x)))))
+        return F.relu(inside + self.skip(x))
+
+
+def resnet8(seed: int) -> nn.Module:
+    """Makes the ResNet of eight layers for small images, of 78,000 parameters."""
+    torch.manual_seed(seed)
+    stem = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    blocks = [Block(16, 16, 1), Block(16, 32, 2), Block(32, 64, 2)]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+def images(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Generates images of shape ``(count, 3, SIDE, SIDE)`` with their classes."""
+    classes = torch.randint(CLASSES, (count,), generator=generator)
+    angle = (classes + 0.6 * torch.rand(count, generator=generator) - 0.3) * (math.pi / CLASSES)
+    waves = (1.5 + 2 * torch.rand(count, generator=generator)) * 2 * math.pi / SIDE
+    phase = 2 * math.pi * torch.rand(count, 1, 1, generator=generator)
+    rows, columns = torch.meshgrid(torch.arange(SIDE), torch.arange(SIDE), indexing="ij")
+    along = angle.cos().view(-1, 1, 1) * rows + angle.sin().view(-1, 1, 1) * columns
+    colors = torch.rand(count, 3, 1, 1, generator=generator)
+    drawn = colors * torch.sin(waves.view(-1, 1, 1) * along + phase).unsqueeze(1)
+    return drawn + NOISE * torch.randn(drawn.shape, generator=generator), classes
+
+
+class Judged(NamedTuple):
+    """What came of a training: cross-entropy in nats, and the share of the images in a wrong class, in percent."""
+
+    loss: float
+    error: float
+
+
+def trained(in_groups: bool, lr: float, seed: int, steps: int) -> Judged:
+    """Trains with seeds of its own for weights and images, and judges by images that all seeds share."""
+    models = [resnet8(seed) for _ in range(GROUPS if in_groups else 1)]
+    optimizers: list[Sequence[Optimizer]] = [
+        [SGD(model.parameters(), lr, momentum=0.9, weight_decay=5e-4, nesterov=True)] for model in models
+    ]
+    schedules = [LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20)) for own in optimizers]
+    streaming = None
+    if in_groups:
+        warmup = warmup_for(GROUPS, steps)
+        streaming = SimulatedGroups(models, optimizers, sync_every=EVERY, warmup_steps=warmup)
+    for batches in batches_of(seed, steps):
+        for model, (x, y) in zip(models * (GROUPS // len(models)), batches, strict=True):
+            (F.cross_entropy(model(x), y) * len(models) / GROUPS).backward()
+        if streaming is not None:
+            streaming.average_gradients()
+        for (optimizer,), schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        if streaming is not None:
+            streaming.step()
+    if streaming is not None:
+        streaming.finish()
+    return judged(models[0])
+
+
+def batches_of(seed: int, steps: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        yield [images(BATCH, generator) for _ in range(GROUPS)]
+
+
+@torch.no_grad()
+def judged(model: nn.Module) -> Judged:
+    x, y = images(JUDGED_BY, torch.Generator().manual_seed(1000))
+    answer = model.eval()(x)
+    return Judged(float(F.cross_entropy(answer, y)), 100 * float((answer.argmax(1) != y).float().mean()))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = report.parser(__doc__).parse_args(arguments)
+    torch.set_num_threads(1)
+    steps, tuning, seeds = (4, TUNING[:1], HELD_OUT[:1]) if options.quick else (STEPS, TUNING, HELD_OUT)
+    ways, best, found = {"DDP": False, "worker groups": True}, dict[str, float](), dict[str, list[Judged]]()
+    tried = {
+        name: {lr: mean(trained(way, lr, seed, steps).loss for seed in tuning) for lr in RATES}
+        for name, way in ways.items()
+    }
+    for name, way in ways.items():
+        best[name] = min(tried[name], key=tried[name].__getitem__)
+        found[name] = [trained(way, best[name], seed, steps) for seed in seeds]
+    ddp, ours = found.values()
+    more = [100 * (one.loss / plain.loss - 1) for one, plain in zip(ours, ddp, strict=True)]
+    errors = [one.error - plain.error for one, plain in zip(ours, ddp, strict=True)]
+    rows = [
+        [name, f"{best[name]:g}", f"{mean(one.loss for one in own):.3f}", f"{mean(one.error for one in own):.2f}"]
+        for name, own in found.items()
+    ]
+    more_said, errors_said = interval(more, digits=1), interval(errors, digits=2)
+    caption = f"Over {len(seeds)} seeds groups lose {more_said} % and {errors_said} points of error more than DDP."
+    report.show("A ResNet-8 with BatchNorm", ["", "inner rate", "loss", "error, %"], rows, caption)
+    headline = {"loss above DDP, %": mean(more), "error above DDP, points": mean(errors)}
+    about = report.measured("vision", options.quick)
+    report.write(options.json, headline, about, tried=tried, found={name: [*own] for name, own in found.items()})
+
+
+if __name__ == "__main__":
+    main()
