@@ -9,7 +9,7 @@
 - ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
 - ``shares``: 4 and 8 groups with other shares of the steps as `warmup_steps`, on one seed.
-- ``muon``: the same with Muon for the matrices inside both methods, at two rates and on the seeds of the verdict.
+- ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the verdict.
 - ``unequal``: 4 groups by themselves, each with files of its own.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
 - ``large``: 5 and 10 million parameters at two rates, and a pair of 50 million; for ``--device cuda``.
@@ -119,7 +119,7 @@ MODELS = {
 }
 """The models by name, with the rates that stage ``rates`` chooses; 0.2M is that of the demo."""
 
-TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3)
+TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2)
 """Inner learning rates."""
 
 MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)}
@@ -223,10 +223,13 @@ def rates(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def muon(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields Muon inside both methods, by itself: two rates on the seeds for tuning, the best ones on the others."""
-    for groups, rate, seed in product((4, 8), TRIED_MUON, TUNING):
-        name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
-        yield name, alone(size, groups, seed, Rates(rate, rate), "muon")
+    """Yields Muon inside both methods: each rate on the seeds for tuning, and by itself the best ones on the others."""
+    for rate, seed in product(TRIED_MUON, TUNING):
+        rates = Rates(rate, rate)
+        yield at_rate(f"{size}, M=2, H=50, Muon", rate), pair(size, 2, seed, rates, "muon")
+        for groups in (4, 8):
+            name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)
+            yield name, alone(size, groups, seed, rates, "muon")
     for (groups, best), seed in product(MUON_RATES.items(), HELD_OUT):
         yield f"{size}, M={groups}, H=20, by itself, Muon, other seeds", alone(size, groups, seed, best, "muon")
 
