@@ -63,7 +63,9 @@ def quick(name: str, folder: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.parametrize("name", ["overhead", "memory", "quality", pytest.param("finetuning", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["overhead", "memory", "quality", "paper", pytest.param("finetuning", marks=pytest.mark.slow)]
+)
 def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_path: Path) -> None:
     content = quick(name, tmp_path)
     assert content["headline"], "there are numbers"
