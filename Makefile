@@ -8,6 +8,7 @@
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
+#   make dist    wheels and sources in dist/, checked, and the demo run from each wheel without this checkout
 #   make lint types docs venv clean
 
 PYTHON ?= python3
@@ -22,20 +23,24 @@ PYTEST_ARGS ?= --numprocesses 3 --reruns 1
 
 BIN := $(VENV)/bin
 BUILT_FROM := pyproject.toml hatch_build.py lightning_sdiloco/compression/fp4.c
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# The oldest Lightning that pyproject.toml allows, and what it needs older than constraints.txt has it. No marker can say
+# this: the interpreter is the same.
+OLDEST := fsspec==2025.12.0 lightning==2.5.0 packaging==24.2 pytorch-lightning==2.5.0 rich==14.0.0
 
 # The register of Lightning's names, and at least one fit for each promise that rests on them.
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register strategy silence checkpoint works_with)
 
-.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest gpu lint types docs clean
+.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest gpu dist lint types docs clean
 
 venv: $(VENV)/.installed
 
 demo: $(VENV)/.installed-examples
-	$(BIN)/python examples/demo.py $(DEMO_ARGS)
+	$(BIN)/sdiloco demo $(DEMO_ARGS)
 
-demo-federation: $(VENV)/.installed-examples $(VENV)/.installed-federated
+demo-federation: $(VENV)/.installed-examples
 	$(BIN)/python examples/demo_federation.py $(DEMO_ARGS)
 
 # One thread per process: tests start several ranks on the same cores, and mostly wait for each other.
@@ -50,22 +55,32 @@ chaos soak: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m $@ tests/chaos/test_chaos.py
 
 foreign:
-	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign CONSTRAINTS=constraints-foreign.txt
+	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign
 	@# litgpt asks for older releases of what the others need, and runs with these.
-	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints-foreign.txt litgpt
+	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) litgpt
 	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign
 
 oldest: build/constraints-oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(OLDEST_TESTS)'
 
-# The other versions are those of constraints.txt, torch among them.
-build/constraints-oldest.txt: constraints.txt constraints-oldest.txt
+# The first pin of a package counts: the other versions are those of constraints.txt, torch among them.
+build/constraints-oldest.txt: constraints.txt Makefile
 	@mkdir -p build
-	{ cat constraints-oldest.txt; grep -vE '^(fsspec|lightning|pytorch-lightning|rich)=' constraints.txt; } > $@
+	printf '%s\n' $(OLDEST) | awk -F= '!seen[$$1]++' - constraints.txt > $@
 
 # Not in .venv: on a machine with a GPU, torch and Lightning are there already, and perhaps no network.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+# A wheel with fp4.c in it, tagged for the oldest glibc that its library runs with, and one without for everything else.
+dist: $(VENV)/.installed-dev
+	rm -rf dist build/linux
+	$(BIN)/python -m build --no-isolation --outdir build/linux
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/linux/*.whl
+	HATCH_BUILD_NO_HOOKS=true $(BIN)/python -m build --no-isolation --wheel --outdir dist
+	mv build/linux/*.tar.gz dist
+	$(BIN)/twine check --strict dist/*
+	for wheel in dist/*.whl; do .ci/try-wheel "$$wheel" $(VENV) || exit; done
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -84,13 +99,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'
 	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# The stamps are newer than what they were made from, so nothing is installed twice.
+# The stamps are newer than what they were made from, so nothing is installed twice. The pip of an old Python knows no
+# --group.
 $(VENV)/.installed: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV); PyTorch is large, so this can take some minutes ..."
-	$(INSTALL) .
+	$(PIP) --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 $(VENV)/.installed-%: $(BUILT_FROM) $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV), with what '$*' needs ..."
-	$(INSTALL) ".[$*]"
+	$(PIP) 'pip>=25.1'
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[federated]' --group $*
 	@touch $@

@@ -7,9 +7,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slow_link import dress, in_themes
-
 from lightning_sdiloco.lightning.monitor import Rank, Run
+from lightning_sdiloco.tools.demo import dress, in_themes
 
 COLORS = ("blue", "green", "orange")
 PAUSE = 1.0

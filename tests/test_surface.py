@@ -21,7 +21,7 @@ from tests.engine.groups import Groups, with_statistics
 FILE = Path(__file__).with_name("surface.json")
 FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_lightning")
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
-COMMANDS = ["doctor", "hub", *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback"))]
+COMMANDS = ["demo", "doctor", "hub", *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback"))]
 COMMANDS += ["keys", *(f"keys {act}" for act in ("add", "init", "revoke"))]
 COMMANDS += ["plan", "report", "schedule", "simulate", "status"]
 

@@ -24,6 +24,7 @@ from typing import Any, NoReturn, get_type_hints
 from jsonargparse import ArgumentParser
 
 COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "demo": ("demo", ("demo",)),
     "doctor": ("doctor", ("doctor",)),
     "hub": ("hub", ("hub", "evict", "end", "amend", "backup", "rollback")),
     "keys": ("keys", ("init", "add", "revoke")),

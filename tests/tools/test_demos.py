@@ -2,20 +2,15 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from lightning_sdiloco.tools import demo
+from tests.scripts import run_python
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-sys.path.append(str(EXAMPLES))
-
-import demo  # noqa: E402
-import slow_link  # noqa: E402
-
-from tests.scripts import run_python  # noqa: E402
-
 SHAPES = {f"net.blocks.{block}.matrix.weight": [100, 100] for block in range(3)} | {"net.head.weight": [256, 100]}
 
 
@@ -41,10 +36,10 @@ def test_the_demo_says_prints_and_saves_what_follows_from_its_runs_and_the_readm
     assert "takes DDP 16 s and Streaming DiLoCo 2 s; computed" in saved
     pytest.importorskip("matplotlib")
     console = Console(record=True, width=200)
-    demo.tell(runs, tmp_path / "out", console)
+    assert demo.tell(runs, tmp_path / "out", console).count(str(tmp_path)) == 3
     assert "139,904 parameters" in " ".join(console.export_text().split())
     again = json.loads((tmp_path / "out" / "demo.json").read_text())
-    for path in slow_link.draw(tmp_path, again, demo.SETTINGS):
+    for path in demo.draw(tmp_path, again):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
 
 

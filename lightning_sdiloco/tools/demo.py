@@ -1,0 +1,263 @@
+"""Runs ``sdiloco demo``: trains the example once per setting on two CPU processes, and says what each costs.
+
+All settings share model, seed, data and tokens (``examples/configs/base.yaml``). Each is a run of ``pretrain_text.py``
+that you can start by hand; its command is printed. Losses are measured. Times on the slow link are computed by the
+clock of the planner: from the step time measured here, the bytes of each method, and the link.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.planning.link import Link, require
+from lightning_sdiloco.planning.methods import DataParallel, Streaming, play
+from lightning_sdiloco.planning.units import readable
+from lightning_sdiloco.planning.workload import Groups, Model
+
+PACKAGE = Path(__file__).parents[1]
+# The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so that the commands
+# printed can be read, and typed, in the folder where the demo was started.
+EXAMPLES = Path(os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples")))))
+SETTINGS = {
+    "ddp": "DDP",
+    "diloco": "DiLoCo fp32",
+    "streaming_fp4": "Streaming DiLoCo fp4",
+}
+OURS = "Streaming DiLoCo"
+POINTS = 10
+"""Validations of a run."""
+
+LINK = Link(gbit_s=0.1, round_trip=0.05)
+LINK_NAME = "100 Mbit/s with a round trip of 50 ms"
+MEMORY_RATE = 10e9
+"""Bytes per second that a core of a CPU reads and writes."""
+
+THEMES = {
+    "": {
+        **{"paper": "#ffffff", "ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "bar": "#c4cfda"},
+        **{"grey": "#5f6c7b", "blue": "#1f6fd6", "green": "#1d8f5a", "orange": "#d9541e", "red": "#d32f2f"},
+    },
+    "-dark": {
+        **{"paper": "#171c22", "ink": "#e6ebf0", "quiet": "#9fb0c0", "grid": "#34404c", "bar": "#4a5866"},
+        **{"grey": "#b0bec5", "blue": "#6fb1ff", "green": "#5fd49b", "orange": "#ff9b63", "red": "#ff6b6b"},
+    },
+}
+"""Colors for light and for dark pages."""
+
+COLORS = {"ddp": "grey", "diloco": "orange", "streaming_fp4": "blue"}
+
+
+def demo(
+    steps: int = 2186,
+    settings: list[Literal["ddp", "diloco", "streaming_fp4"]] = [],  # noqa: B006
+    out: str = "runs/demo",
+) -> str:
+    """Compare Streaming DiLoCo with DDP: train a small model with two worker groups on the CPU.
+
+    Args:
+        steps: Inner steps of each setting.
+        settings: ddp, diloco or streaming_fp4; can be given several times. By default all of them are trained.
+        out: Folder for numbers and pictures.
+    """
+    require(steps >= 1, "steps", steps, "at least 1")
+    console = Console()
+    if find_spec("matplotlib") is None:
+        console.print("There will be no picture: matplotlib is not installed. Install it with pip install matplotlib.")
+    results = {setting: train(setting, steps, console) for setting in settings or SETTINGS}
+    return tell(results, Path(out), console)
+
+
+def configuration(name: str) -> Path:
+    """Returns the file of a setting."""
+    return EXAMPLES / "configs" / f"{name}.yaml"
+
+
+def training_command(setting: str, steps: int, result: Path) -> list[str]:
+    """Returns the command that trains one setting and writes its numbers to ``result``."""
+    command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
+    for name in ("base", setting):
+        command += ["--config", str(configuration(name))]
+    command += [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={-(-steps // POINTS)}"]
+    command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
+    # Drawn in every step, the bar would take a good part of a step as short as these.
+    command += ["--trainer.callbacks=RichProgressBar", "--trainer.callbacks.refresh_rate=20"]
+    return [*command, f"--result={result}"]
+
+
+def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
+    """Trains one setting with its progress bar on the terminal, and returns what it wrote down."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / f"{setting}.json"
+        command = training_command(setting, steps, result)
+        console.rule(SETTINGS[setting])
+        console.print(
+            f"$ {shlex.join(['python', *command[1:]])}", style="dim", soft_wrap=True, highlight=False, markup=False
+        )
+        process = subprocess.run(command, check=False)
+        if process.returncode != 0:
+            raise SystemExit(f"The setting {setting!r} ended with exit code {process.returncode}; its error is above.")
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def add_times(results: dict[str, dict[str, Any]]) -> None:
+    """Adds to each run when it would have made its validations on the slow link: ``link_seconds``, by step."""
+    # The least of them, because the steps of DDP hold an exchange over this machine.
+    step_seconds = min(result["step_seconds"] for result in results.values())
+    for setting, result in results.items():
+        result["link_step_seconds"] = step_seconds
+        result["link_seconds"] = seconds_on_link(result, configuration(setting))
+
+
+def results_table(results: dict[str, dict[str, Any]]) -> Table:
+    """Builds the table, one row per setting, its bytes compared with those of DDP where that was trained too."""
+    first = next(iter(results.values()))
+    table = Table(
+        title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
+        f"{first['tokens']:,} tokens, {first['tokens'] / first['parameters']:.3g} per parameter, "
+        f"{first['passes']:.2g} passes over the text",
+        caption="Loss in nats per byte, on text not trained on. Bytes are those one rank sent to the other: counted by "
+        "Streaming DiLoCo, for DDP the arithmetic of a ring all-reduce of the gradients. Training here is measured, "
+        f"with nothing slow; the last column is computed for a link of {LINK_NAME}.",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("setting")
+    for heading in ("loss", "perplexity", "bytes/rank", "vs. DDP", "here", "slow link"):
+        table.add_column(heading, justify="right")
+    baseline = results.get("ddp", first)["bytes_sent"]
+    for setting, row in results.items():
+        table.add_row(SETTINGS[setting], *cells(row, baseline))
+    return table
+
+
+def cells(row: dict[str, Any], baseline: int) -> list[str]:
+    """Returns one row of the table as text."""
+    return [
+        f"{row['val_loss']:.3f}",
+        f"{row['val_perplexity']:.2f}",
+        readable(row["bytes_sent"]),
+        f"1/{baseline / row['bytes_sent']:.0f}" if row["bytes_sent"] else "-",
+        f"{row['train_seconds']:.0f} s",
+        time_on_link(row),
+    ]
+
+
+def time_on_link(row: dict[str, Any]) -> str:
+    """Returns how long a run takes on the slow link."""
+    return short(row["link_seconds"][str(row["steps"])])
+
+
+def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    """Says what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
+    nats = ours["val_loss"] - ddp["val_loss"]
+    loss, perplexity = 100 * abs(nats) / ddp["val_loss"], 100 * abs(math.expm1(nats))
+    above, more = ("above", "more") if nats > 0 else ("below", "less")
+    return [
+        f"What it cost: after the same tokens the loss of {OURS} is {abs(nats):.3f} nats per byte {above} that of DDP: "
+        f"{loss:.1f} % {more} loss, {perplexity:.1f} % {more} perplexity; one seed each.",
+        f"What it saved: on a link of {LINK_NAME} the same run takes DDP {time_on_link(ddp)} and {OURS} "
+        f"{time_on_link(ours)}; computed from the {1000 * ours['link_step_seconds']:.3g} ms that a step took here, not "
+        "measured on a link.",
+    ]
+
+
+def tell(results: dict[str, dict[str, Any]], folder: Path, console: Console) -> str:
+    """Prints what was found, writes numbers and pictures into a folder, and returns their paths as a line."""
+    add_times(results)
+    console.print(results_table(results))
+    if {"ddp", "streaming_fp4"} <= results.keys():
+        for sentence in sentences(results["ddp"], results["streaming_fp4"]):
+            console.print(sentence, highlight=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers = folder / "demo.json"
+    kept = {setting: {key: row[key] for key in row if key != "shapes"} for setting, row in results.items()}
+    numbers.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    pictures = draw(folder, results) if find_spec("matplotlib") else []
+    return " ".join(["Saved:", *map(str, (numbers, *pictures))])
+
+
+# The slow link
+
+
+def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, float]:
+    """Returns when a run on the link would be where it was validated here: seconds since its start, by step.
+
+    What the run wrote down has ``link_step_seconds``: how long a step takes without an exchange.
+    """
+    strategy = yaml.safe_load(configuration.read_text(encoding="utf-8"))["trainer"]["strategy"]
+    model = Model.of_parameters({name: torch.empty(shape, device="meta") for name, shape in result["shapes"].items()})
+    groups = Groups(result["link_step_seconds"], result["ranks"], memory_rate=MEMORY_RATE)
+    if strategy == "ddp":
+        each = groups.step_time / DataParallel(model, groups).utilisation(LINK)
+        return {step: int(step) * each for step in result["val_losses"]}
+    method = Streaming(model, Settings(**strategy["init_args"]), groups)
+    times = play(method, LINK, result["steps"], speeds=[1.0] * result["ranks"])[0]
+    # The last validation comes after the final exchange.
+    done = [*times.steps[:-1], times.end]
+    return {step: done[int(step) - 1] for step in result["val_losses"]}
+
+
+def short(seconds: float) -> str:
+    """Returns a time in minutes, or in seconds if it is shorter than one."""
+    return f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.0f} s"
+
+
+def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
+    """Draws the loss over the time on the link, and returns the files."""
+    return in_themes(folder, "demo", lambda theme: figure(theme, results))
+
+
+def in_themes(folder: Path, name: str, figure: Callable[[dict[str, str]], Any]) -> list[Path]:
+    """Draws a picture for light and for dark pages, and returns the files."""
+    import matplotlib as mpl
+
+    # With a salt of its own, and without a date, the same numbers give the same file.
+    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": name})
+    paths = []
+    for suffix, theme in THEMES.items():
+        paths.append(folder / f"{name}{suffix}.svg")
+        figure(theme).savefig(paths[-1], metadata={"Date": None})
+    return paths
+
+
+def dress(axes: Any, theme: dict[str, str], grid: Literal["x", "both"] = "both") -> None:
+    """Gives axes the colors of a theme."""
+    axes.set_facecolor(theme["paper"])
+    axes.grid(color=theme["grid"], linewidth=0.7, axis=grid)
+    axes.tick_params(colors=theme["quiet"], length=0, pad=6)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def figure(theme: dict[str, str], results: dict[str, dict[str, Any]]) -> Any:
+    """Draws the picture in one theme."""
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(8.4, 3.6), facecolor=theme["paper"], layout="constrained")
+    axes = drawn.add_subplot()
+    dress(axes, theme)
+    for setting, result in results.items():
+        losses, minutes = list(result["val_losses"].values()), [at / 60 for at in result["link_seconds"].values()]
+        label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
+        axes.plot(minutes, losses, "o-", color=theme[COLORS[setting]], markersize=4, label=label)
+    axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed", color=theme["ink"])
+    axes.set_ylabel("validation loss, measured", color=theme["ink"])
+    axes.set_xlim(left=0)
+    axes.legend(facecolor=theme["paper"], edgecolor="none", framealpha=1, labelcolor=theme["ink"])
+    return drawn
