@@ -60,10 +60,16 @@ _CHARTS = {
     "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
 }
 
+_SUMMED = tuple(
+    _PREFIX + name
+    for name in ("landings", "bytes_sent", "bytes_received", "exposed_wait_ms", "groups_left_out", "groups_outlying")
+)
+
 
 def scalars_of(landing: Landing) -> dict[str, float]:
     """Returns what is logged of a landing. What cannot be told is left out."""
     numbers: dict[str, float] = {
+        "landings": 1,
         "fragment": landing.fragment,
         "bytes_sent": landing.bytes_sent,
         "bytes_received": landing.bytes_received,
@@ -84,6 +90,11 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         told = landing.diagnostics._asdict()
         numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
+    """Adds a landing to what the next row of the loggers holds: sums of what adds up, and the last of all else."""
+    row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in _SUMMED}}
 
 
 class Interval:
