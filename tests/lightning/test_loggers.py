@@ -6,17 +6,20 @@ import json
 import sqlite3
 import struct
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from lightning_sdiloco import StreamingDiLoCoMonitor
+from lightning_sdiloco.lightning.monitor import read_run
 from tests import fits
-from tests.fits import LIGHTNING, SHORT, SomeBatches, fit
+from tests.fits import LIGHTNING, SHORT, SomeBatches, fit, said_by
 from tests.ranks import run_processes
 
 Rows = list[tuple[int, dict[str, float]]]  # the step and the values of each, without those that say when it was
@@ -56,22 +59,24 @@ def of_mlflow(folder: Path) -> Rows:
         return by_step(list(database.execute("select step, key, value from metrics")))
 
 
-def of_wandb(folder: Path) -> Rows:
-    """Reads what W&B would send: records in blocks as LevelDB's logs have them, after seven bytes."""
+def records_of_wandb(folder: Path) -> Iterator[Any]:
+    """What W&B would send: records in blocks as LevelDB's logs have them, after seven bytes."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    data, position, record, rows = path.read_bytes(), 7, b"", []
+    data, position, record = path.read_bytes(), 7, b""
     while position + 7 < len(data):
         length, kind = struct.unpack_from("<HB", data, position + 4)
         record += data[position + 7 : position + 7 + length]
         position += 7 + length
-        room = -position % (1 << 15)
-        position += room if room < 7 else 0
+        position += room if (room := -position % (1 << 15)) < 7 else 0
         if kind in (1, 4):  # a whole record, or the last part of one
-            told = importlib.import_module("wandb.proto.wandb_internal_pb2").Record.FromString(record)
-            values = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in told.history.item}
-            rows += [row(values["trainer/global_step"], values)] if values else []
+            yield importlib.import_module("wandb.proto.wandb_internal_pb2").Record.FromString(record)
             record = b""
-    return rows
+
+
+def of_wandb(folder: Path) -> Rows:
+    told = [record.history.item for record in records_of_wandb(folder) if record.history.item]
+    rows = [{item.key or item.nested_key[0]: json.loads(item.value_json) for item in items} for items in told]
+    return [row(values["trainer/global_step"], values) for values in rows]
 
 
 LOGGERS: dict[str, tuple[str | None, Callable[[Path], dict[str, Any]], Callable[[Path], Rows]]] = {
@@ -83,7 +88,7 @@ LOGGERS: dict[str, tuple[str | None, Callable[[Path], dict[str, Any]], Callable[
 
 
 def fitted(name: str, folder: Path, *callbacks: Any, **choices: Any) -> tuple[int, int]:
-    """A fit of two ranks with such a logger: how often something landed in rank 0, and the bytes that it sent for it."""
+    """A fit of two ranks with such a logger: the landings of rank 0, and the bytes that it sent for them."""
     if (package := LOGGERS[name][0]) is not None:
         pytest.importorskip(package, reason=f"{package} is not installed")
     make = partial(getattr(importlib.import_module(f"{LIGHTNING}.loggers"), name), **LOGGERS[name][1](folder))
@@ -96,7 +101,7 @@ def fitted(name: str, folder: Path, *callbacks: Any, **choices: Any) -> tuple[in
 
     def run(rank: int, world_size: int) -> Any:
         members = {"training_step": training_step, "validation_step": lambda self, *_: self.log("val", 1.0)}
-        more = {"logger": make(), "log_every_n_steps": 5, "callbacks": callbacks, **choices}
+        more = {"logger": make(), "log_every_n_steps": 5, "callbacks": [*callbacks], **choices}
         own = {"trainer_choices": more, "make": partial(fits.module, **members)}
         data = {"loader": SomeBatches(rank, 24), "validation": SomeBatches(0, 1)}
         told = fit(rank, world_size, 2, -1, SHORT, inspect=lambda trainer, _: trainer, **own, **data)
@@ -126,3 +131,36 @@ def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
     # Nothing is lost.
     assert sum(values["sdiloco/landings"] for _, values in landed) == landings
     assert sum(values["sdiloco/bytes_sent"] for _, values in landed) == sent
+
+
+@pytest.mark.parametrize("name", ["MLFlowLogger", "WandbLogger"])
+def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_DATA_DIR", str(tmp_path))
+    fitted(name, tmp_path, StreamingDiLoCoMonitor(), max_epochs=1, default_root_dir=tmp_path)
+    (records,) = {path.parent for path in tmp_path.rglob("rank_0000?.jsonl")}
+    assert (records.name, len(read_run(records).ranks)) == ("sdiloco", 2)
+    page, run = (records / "report" / "report.html").read_text(), records.parent.name
+    if name == "WandbLogger":
+        (artifact,) = [record.artifact for record in records_of_wandb(tmp_path) if record.HasField("artifact")]
+        assert (artifact.type, artifact.name) == ("report", f"sdiloco-report-{run}")
+        (kept,) = [Path(own.local_path) for own in artifact.manifest.contents]
+    else:
+        (kept,) = tmp_path.glob(f"mlruns/*/{run}/artifacts/sdiloco/report.html")
+    assert kept.read_text() == page
+
+
+def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
+    def refuse(*args: Any, **choices: Any) -> None:
+        raise ConnectionError("the server is away.")
+
+    logger: Any = type("WandbLogger", (), {"experiment": SimpleNamespace(log_artifact=refuse), "version": "a"})()
+    monitor, said = StreamingDiLoCoMonitor(folder="runs"), said_by("lightning_sdiloco")
+    monitor._report = lambda folder: ""  # type: ignore[method-assign]
+    monitor._attach(logger)
+    assert said == [
+        "The report is no artifact of the run of WandbLogger: the server is away. `sdiloco report runs` makes it."
+    ]
