@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import signal
 import sqlite3
 import struct
 from collections import defaultdict
@@ -14,14 +15,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_sdiloco import StreamingDiLoCoMonitor
 from lightning_sdiloco.lightning.monitor import read_run
 from tests import fits
-from tests.fits import LIGHTNING, SHORT, SomeBatches, fit, said_by
+from tests.fits import LIGHTNING, SHORT, SomeBatches, at, fit, refusal, said_by
 from tests.ranks import run_processes
 
+pytestmark = pytest.mark.timeout(300)
 Rows = list[tuple[int, dict[str, float]]]  # the step and the values of each, without those that say when it was
 WHEN = ("step", "epoch", "trainer/global_step")
 
@@ -87,7 +91,7 @@ LOGGERS: dict[str, tuple[str | None, Callable[[Path], dict[str, Any]], Callable[
 }
 
 
-def fitted(name: str, folder: Path, *callbacks: Any, **choices: Any) -> tuple[int, int]:
+def fitted(name: str, folder: Path, *callbacks: Any, logs: bool = True, **choices: Any) -> tuple[int, int]:
     """A fit of two ranks with such a logger: the landings of rank 0, and the bytes that it sent for them."""
     if (package := LOGGERS[name][0]) is not None:
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -101,6 +105,7 @@ def fitted(name: str, folder: Path, *callbacks: Any, **choices: Any) -> tuple[in
 
     def run(rank: int, world_size: int) -> Any:
         members = {"training_step": training_step, "validation_step": lambda self, *_: self.log("val", 1.0)}
+        members = members if logs else {}
         more = {"logger": make(), "log_every_n_steps": 5, "callbacks": [*callbacks], **choices}
         own = {"trainer_choices": more, "make": partial(fits.module, **members)}
         data = {"loader": SomeBatches(rank, 24), "validation": SomeBatches(0, 1)}
@@ -113,7 +118,10 @@ def fitted(name: str, folder: Path, *callbacks: Any, **choices: Any) -> tuple[in
     return run_processes(run, 2)[0]
 
 
-@pytest.mark.parametrize("name", LOGGERS)
+ALL = [pytest.param(name, marks=pytest.mark.foreign if own[0] else ()) for name, own in LOGGERS.items()]
+
+
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
     name: str, accumulated: int, tmp_path: Path
@@ -133,7 +141,7 @@ def test_what_lands_is_in_the_rows_that_lightning_logs_and_nothing_is_lost(
     assert sum(values["sdiloco/bytes_sent"] for _, values in landed) == sent
 
 
-@pytest.mark.parametrize("name", ["MLFlowLogger", "WandbLogger"])
+@pytest.mark.parametrize("name", ALL[2:])
 def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of_the_run(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +159,24 @@ def test_the_report_is_an_artifact_of_the_run_and_its_records_are_in_a_folder_of
     else:
         (kept,) = tmp_path.glob(f"mlruns/*/{run}/artifacts/sdiloco/report.html")
     assert kept.read_text() == page
+
+
+def test_a_row_waits_for_a_logged_step_the_end_or_a_signal_where_nothing_else_is_logged(tmp_path: Path) -> None:
+    landings, _ = fitted("CSVLogger", tmp_path, logs=False, max_epochs=2)
+    rows = of_csv(tmp_path)
+    assert [step for step, _ in rows] == [*range(9, 48, 5), 47]
+    assert sum(values["sdiloco/landings"] for _, values in rows) == landings
+
+    def run(rank: int, world_size: int) -> None:
+        end = at({20: lambda trainer: signal.raise_signal(signal.SIGTERM)})
+        logger = CSVLogger(tmp_path, "signal", "")
+        more = {"logger": logger, "log_every_n_steps": 1000, "callbacks": [end]}
+        refusal(fit, rank, 2, 2, 100, SHORT, kind=SIGTERMException, trainer_choices=more)
+
+    run_processes(run, 2)
+    ((step, values),) = of_csv(tmp_path / "signal")
+    # From the sixth inner step on one lands after each.
+    assert values["sdiloco/landings"] == step + 1 - 5 >= 15
 
 
 def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:

@@ -211,9 +211,10 @@ def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: 
     run_processes(run, 4)
     # What counts is the number: that before version_10 is older.
     for version in (9, 10):
-        shutil.copytree(tmp_path / "sdiloco", tmp_path / "logs" / f"version_{version}" / "sdiloco")
-    assert records_in(tmp_path / "logs") == tmp_path / "logs" / "version_10" / "sdiloco"
-    text, folder = told("report", str(tmp_path / "logs")), tmp_path / "logs" / "version_10" / "report"
+        shutil.copytree(tmp_path / "sdiloco", tmp_path / "root" / "lightning_logs" / f"version_{version}" / "sdiloco")
+    folder = tmp_path / "root" / "lightning_logs" / "version_10" / "report"
+    assert records_in(folder.parents[1]) == folder.with_name("sdiloco")
+    text = told("report", str(tmp_path / "root"))
     page = (folder / "report.html").read_text()
     assert text.strip().endswith(str(folder / "report.html"))
     assert all("Training kept computing for" in text for text in (text, page))
