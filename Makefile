@@ -58,7 +58,7 @@ foreign:
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign
 	@# litgpt asks for older releases of what the others need, and runs with these.
 	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) litgpt
-	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign
+	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign tests/lightning/test_loggers.py
 
 oldest: build/constraints-oldest.txt
 	$(MAKE) test VENV=.venv-oldest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(OLDEST_TESTS)'

@@ -12,6 +12,7 @@ from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
 from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.lightning.results import LauncherMixin
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
+from lightning_sdiloco.tools.report import report
 
 
 class StreamingDiLoCoCallback(Fit, Callback):
@@ -20,6 +21,7 @@ class StreamingDiLoCoCallback(Fit, Callback):
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
+    _report = staticmethod(report)
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

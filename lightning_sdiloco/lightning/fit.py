@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,11 +26,12 @@ from lightning_sdiloco.lightning.epochs import (
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
-from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work
+from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
     Announcement,
     Interval,
+    add_to_row,
     lay_out,
     monitors_of,
     scalars_of,
@@ -88,6 +90,7 @@ class Fit(FitState):
         self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
         self._interval: Interval | None = None
+        self._row: dict[str, float] = {}  # What the next row of the loggers holds beside Lightning's own.
         self._warmup_since: tuple[float, float] | None = None  # The clock, and how long training had waited.
 
     # Start
@@ -101,6 +104,7 @@ class Fit(FitState):
         self.signals.listen(patches)
         keep_batches_silent(patches, self)
         self.epochs.end_together(patches)
+        wrap(patches, trainer._logger_connector, "log_metrics", self._log)
         groups.announce = self.epochs.meet
         patches.callback(setattr, groups, "announce", None)
         begin_epochs_alike(trainer, patches)
@@ -157,7 +161,7 @@ class Fit(FitState):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         lay_out(trainer)
-        self._interval = None
+        self._interval, self._row = None, {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self._epoch_begins = True
@@ -187,7 +191,7 @@ class Fit(FitState):
         return True
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self._log(self.end_batch(batch))
+        self._note(self.end_batch(batch))
         if self.requests.agreed(Request.TIME_LIMIT) or self.engine is not None and self.engine.is_over:
             trainer.should_stop = True
         loop = trainer.fit_loop.epoch_loop
@@ -246,7 +250,7 @@ class Fit(FitState):
             engine.choose(options.settings)
             self._announce(engine)
             if trainer.is_global_zero and is_planned:
-                tell(engine.settings, len(engine.fragments), options.measured, trainer.loggers, trainer.global_step)
+                self._row |= tell(engine.settings, len(engine.fragments), options.measured)
         return landings
 
     def _judge_warmup(self, engine: StreamingDiLoCo) -> None:
@@ -284,7 +288,7 @@ class Fit(FitState):
                 " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
             )
 
-    def _log(self, landings: list[Landing]) -> None:
+    def _note(self, landings: list[Landing]) -> None:
         for landing in landings:
             metrics = scalars_of(landing)
             if self._interval is not None:
@@ -292,11 +296,23 @@ class Fit(FitState):
             elif self.engine is not None:
                 # The interval begins with the first landing: before it there was nothing to wait for.
                 self._interval = Interval(self.engine.settings.sync_every, landing.landed_at)
-            # Not through self.log: every landing counts, whatever log_every_n_steps is.
-            for logger in self.trainer.loggers:
-                logger.log_metrics(metrics, step=self.trainer.fit_loop.epoch_loop._batches_that_stepped)
+            add_to_row(self._row, metrics)
         for monitor in monitors_of(self.trainer):
             monitor.note(landings)
+
+    def _log(self, log_metrics: Any, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Adds what landed to the row that Lightning logs of training, and makes one where a logged step has none."""
+        # Not through self.log, which repeats values without a landing, and forgets those between two logged steps.
+        is_step = self.trainer._logger_connector._first_loop_iter is not None
+        if self.trainer.training and step is None and (metrics or is_step):
+            metrics, self._row = {**metrics, **_as_metrics(self._row)}, {}
+        log_metrics(metrics, step)
+
+    def _log_rest(self) -> None:
+        """Logs what has landed since the last row, where no other row follows."""
+        last = max(0, self.trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
+        self.trainer._logger_connector.log_metrics(_as_metrics(self._row), step=last)
+        self._row = {}
 
     # Ends
 
@@ -307,10 +323,11 @@ class Fit(FitState):
             is_last = is_last or trainer.current_epoch + 1 >= trainer.max_epochs
         if is_last:
             # Here and not in on_train_end, because the last validation and the last checkpoint come before that.
-            self._log(self.finish())
+            self._note(self.finish())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self._log(self.finish())
+        self._note(self.finish())
+        self._log_rest()
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
@@ -324,7 +341,9 @@ class Fit(FitState):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Tells the other ranks of an exception, before another callback saves a checkpoint."""
         # After a signal all ranks end with this one, after the same inner step.
-        if not (self.ended and isinstance(exception, self.termination)):
+        if self.ended and isinstance(exception, self.termination):
+            self._log_rest()
+        else:
             self.groups.fail(exception)
 
     def close(self) -> None:
@@ -332,6 +351,11 @@ class Fit(FitState):
         self.patches.close()
         if self.engine is not None:
             self.engine.close()
+
+
+def _as_metrics(row: Mapping[str, float]) -> dict[str, Tensor]:
+    """Returns scalars as Lightning keeps them, in trainer.logged_metrics too; float64 holds any number of bytes."""
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in row.items()}
 
 
 def samples_in(batch: Any) -> int:

@@ -76,7 +76,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "trainer.test_loop": ("run",),
     "trainer.predict_loop": ("run",),
     # A resumed epoch has the metrics of its first batches; one that is computed in a batch waits for nobody.
-    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter"),
+    "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
     _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
     f"{_RESULT}._Sync": ("_should",),
     "torchmetrics.SumMetric": ("_forward_cache", "_update_count", "_defaults"),

@@ -11,10 +11,11 @@ of rank 0. A clock that can be right is left as it is; another one is set to the
 import json
 import logging
 import math
+import re
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -60,10 +61,17 @@ _CHARTS = {
     "Groups": ("groups_counted", "groups_left_out", "groups_outlying"),
 }
 
+SUMMED = tuple(
+    _PREFIX + name
+    for name in ("landings", "bytes_sent", "bytes_received", "exposed_wait_ms", "groups_left_out", "groups_outlying")
+)
+"""What a row of the loggers holds the sum of, over what landed since the one before."""
+
 
 def scalars_of(landing: Landing) -> dict[str, float]:
     """Returns what is logged of a landing. What cannot be told is left out."""
     numbers: dict[str, float] = {
+        "landings": 1,
         "fragment": landing.fragment,
         "bytes_sent": landing.bytes_sent,
         "bytes_received": landing.bytes_received,
@@ -84,6 +92,11 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         told = landing.diagnostics._asdict()
         numbers |= {f"cosine_group_{group}": cosine for group, cosine in enumerate(told.pop("cosines"))} | told
     return {_PREFIX + name: number for name, number in numbers.items() if not math.isnan(number)}
+
+
+def add_to_row(row: dict[str, float], scalars: Mapping[str, float]) -> None:
+    """Adds a landing to what the next row of the loggers holds: sums of what adds up, and the last of all else."""
+    row |= {**scalars, **{name: row.get(name, 0) + scalars[name] for name in SUMMED}}
 
 
 class Interval:
@@ -165,11 +178,12 @@ class StreamingDiLoCoMonitorMixin:
     """Keeps what a run did, for `sdiloco report` and for a trace viewer.
 
     Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
-    losses. None of it travels between groups, and training never waits for it.
+    losses. None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the
+    report becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, or in its
-            ``default_root_dir``.
+        folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, that of the
+            run where it has one, or in its ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
             writes it at the end of the fit, from the records that it finds in the folder.
         diagnostics: Whether every landing measures how far the groups agree. That costs some passes over the fragment,
@@ -178,6 +192,8 @@ class StreamingDiLoCoMonitorMixin:
     Raises:
         ValueError: If the strategy is not Streaming DiLoCo.
     """
+
+    _report: Callable[[str], str]  # a command, which stands above this room
 
     def __init__(self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True) -> None:
         self.diagnostics, self._folder, self._timeline = diagnostics, folder, timeline
@@ -199,7 +215,7 @@ class StreamingDiLoCoMonitorMixin:
             )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        folder = Path(self._folder or Path(trainer.log_dir or trainer.default_root_dir) / "sdiloco")
+        folder = Path(self._folder or _folder_of(trainer) / "sdiloco")
         folder.mkdir(parents=True, exist_ok=True)
         # A line at a time, so that a run that is killed leaves what it did.
         path = folder / f"rank_{trainer.global_rank:05d}.jsonl"
@@ -259,6 +275,29 @@ class StreamingDiLoCoMonitorMixin:
                     trainer.world_size,
                 )
             write_timeline(self._timeline, run)
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                self._attach(logger)
+
+    def _attach(self, logger: Any) -> None:
+        """Makes the report an artifact of a run of MLflow or W&B: training is over, and nothing of this may end it."""
+        kinds = {base.__name__ for base in type(logger).__mro__} & {"MLFlowLogger", "WandbLogger"}
+        if not kinds or self._folder is None:
+            return
+        try:
+            self._report(self._folder)
+            page = str(Path(self._folder) / "report" / "report.html")
+            if "MLFlowLogger" in kinds:
+                logger.experiment.log_artifact(logger.run_id, page, "sdiloco")
+            else:
+                logger.experiment.log_artifact(page, name=f"sdiloco-report-{logger.version}", type="report")
+        except Exception as error:
+            _log.warning(
+                "The report is no artifact of the run of %s: %s `sdiloco report %s` makes it.",
+                type(logger).__name__,
+                error,
+                self._folder,
+            )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self._close()
@@ -343,6 +382,16 @@ class StreamingDiLoCoMonitorMixin:
             with suppress(OSError):  # of a line for which there is no room
                 self._file.close()
             self._file = None
+
+
+def _folder_of(trainer: Any) -> Path:
+    """Returns where a run keeps its files: beside checkpoints, where the first logger has no folder for each run."""
+    folder, first = Path(trainer.log_dir or trainer.default_root_dir), next(iter(trainer.loggers), None)
+    if first is None or getattr(first, "log_dir", None) is not None:
+        return folder
+    # Only rank 0 knows the name of a run that a server has given.
+    run: tuple[Any, Any] = trainer.strategy.broadcast((first.name, first.version))
+    return folder.joinpath(*(str(part) for part in run if part is not None))
 
 
 def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
@@ -433,20 +482,28 @@ class Run(NamedTuple):
         return min(rank.steps[0].span[0] for rank in self.ranks if rank.steps)
 
 
-def read_run(folder: str | Path) -> Run:
-    """Reads the records in a folder, or in its subfolder ``sdiloco``."""
-    for place in (Path(folder), Path(folder) / "sdiloco"):
-        if paths := sorted(place.glob("rank_*.jsonl")):
-            starts = [parts for parts in map(_parts, paths) if parts]
-            ranks = [rank for rank in (_read(parts, starts[0]) for parts in starts) if rank.steps]
-            if ranks:
-                return Run(ranks)
-            raise ValueError(f"The records in {place} hold no inner step: the run ended before its first.")
+def records_in(folder: str | Path) -> Path:
+    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or that of its newest ``version_N``."""
+    versions = [path for at in ("version_*", "lightning_logs/version_*") for path in Path(folder).glob(f"{at}/sdiloco")]
+    by_number = sorted(versions, key=lambda path: int(re.sub(r"\D", "", path.parent.name) or -1), reverse=True)
+    for place in (Path(folder), Path(folder) / "sdiloco", *by_number):
+        if any(place.glob("rank_*.jsonl")):
+            return place
     raise ValueError(
         f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor"
         " wrote them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the"
         " logger."
     )
+
+
+def read_run(folder: str | Path) -> Run:
+    """Reads the records in a folder, or where `records_in` finds them."""
+    place = records_in(folder)
+    starts = [parts for parts in map(_parts, sorted(place.glob("rank_*.jsonl"))) if parts]
+    ranks = [rank for rank in (_read(parts, starts[0]) for parts in starts) if rank.steps]
+    if ranks:
+        return Run(ranks)
+    raise ValueError(f"The records in {place} hold no inner step: the run ended before its first.")
 
 
 def _parts(path: Path) -> list[list[Line]]:

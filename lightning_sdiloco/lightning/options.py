@@ -10,7 +10,7 @@ fit takes them from there.
 import ast
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -315,8 +315,8 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     return Link(gbit_s=sent * 8 / max(took - round_trip, 1e-6) / 1e9, round_trip=min(round_trip, 9.9))
 
 
-def tell(settings: Settings, fragments: int, measured: Measured | None, loggers: Iterable[Any], step: int) -> None:
-    """Announces what was chosen, in the log and to the loggers of a trainer."""
+def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[str, float]:
+    """Announces in the log what was chosen, and returns what the loggers of a trainer get."""
     numbers: dict[str, float] = {
         "sdiloco/sync_every": settings.sync_every,
         "sdiloco/overlap_steps": settings.overlap_steps,
@@ -325,7 +325,7 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
     if measured is not None:
         numbers |= {
             "sdiloco/step_time": measured.step_time,
-            "sdiloco/link_gbit_s": measured.link.gbit_s,
+            "sdiloco/measured_gbit_s": measured.link.gbit_s,
             "sdiloco/link_round_trip": measured.link.round_trip,
         }
     _log.warning(
@@ -338,5 +338,4 @@ def tell(settings: Settings, fragments: int, measured: Measured | None, loggers:
         settings.compression,
         measured or "there is one worker group, to which they are all the same",
     )
-    for logger in loggers:
-        logger.log_metrics(numbers, step=step)
+    return numbers

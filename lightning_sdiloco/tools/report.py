@@ -17,7 +17,7 @@ from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.reduce import is_two_shot
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.fragments import Span
-from lightning_sdiloco.lightning.monitor import LandingRecord, Rank, Run, read_run, write_timeline
+from lightning_sdiloco.lightning.monitor import LandingRecord, Rank, Run, read_run, records_in, write_timeline
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
 from lightning_sdiloco.planning.planner import MARGIN, TARGET, recommend, with_margin
@@ -33,13 +33,14 @@ def report(
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
 
     Args:
-        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it.
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it: that of the run,
+            or one whose newest version_N it is.
         output: Folder for the report. By default a folder named report in that of the run.
     """
     require_matplotlib("A report")
-    read = read_run(run)
+    place, read = records_in(run), read_run(run)
     verdict = judge(read)
-    folder = Path(output) if output is not None else Path(run) / "report"
+    folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
     # The page scales pictures of its own, in SVG: glyphs and lines stay sharp.
     embedded: dict[str, dict[str, bytes]] = {}
     try:

@@ -120,7 +120,9 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
         assert "an inner step takes 0.05 s, the link carries 5 kbit/s with a round trip of 50 ms" in told_of_it
         with (tmp_path / "metrics.csv").open() as file:
             row = next(row for row in csv.DictReader(file) if row["sdiloco/sync_every"])
-        logged = [float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "fragments", "link_gbit_s")]
+        logged = [
+            float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "fragments", "measured_gbit_s")
+        ]
         assert logged == [slow["sync_every"], slow["overlap_steps"], 2, 5e-6]
 
 

@@ -229,12 +229,12 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
 
     board = tmp_path / "board"
     run_processes(run, 3)
-    # Every scalar is in the file of the logger for every landing, and on the page.
+    # Every scalar is in the file of the logger for every logged step with a landing, and on the page.
     header, *rows = ([*row.split(",")] for row in (tmp_path / "metrics.csv").read_text().splitlines())
     columns = {name: [row[number] for row in rows] for number, name in enumerate(header) if name[:8] == "sdiloco/"}
     for name in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s"):
         columns.pop(name, None)
-    assert len(columns) == 25
+    assert len(columns) == 26
     assert [0 <= float(share) <= 1 for share in columns.pop("sdiloco/compute_utilisation") if share] == [True] * 2
     assert [name for name in columns if f"| `{re.sub('_[012]$', '', name)}" not in PAGE] == []
     landed = [index for index, total in enumerate(columns["sdiloco/outer_grad_norm"]) if total]

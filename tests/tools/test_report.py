@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import lightning_sdiloco
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.partition import Parameter
-from lightning_sdiloco.lightning.monitor import Run, changes, read_run, trace
+from lightning_sdiloco.lightning.monitor import Run, changes, read_run, records_in, trace
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
@@ -208,7 +209,12 @@ def test_the_report_of_a_real_run_is_one_page_that_needs_nothing_else(tmp_path: 
         fit(rank, world_size, 2, 25, choices, trainer_choices={"callbacks": callbacks, "log_every_n_steps": 1})
 
     run_processes(run, 4)
-    text, folder = told("report", str(tmp_path)), tmp_path / "report"
+    # What counts is the number: that before version_10 is older.
+    for version in (9, 10):
+        shutil.copytree(tmp_path / "sdiloco", tmp_path / "root" / "lightning_logs" / f"version_{version}" / "sdiloco")
+    folder = tmp_path / "root" / "lightning_logs" / "version_10" / "report"
+    assert records_in(folder.parents[1]) == folder.with_name("sdiloco")
+    text = told("report", str(tmp_path / "root"))
     page = (folder / "report.html").read_text()
     assert text.strip().endswith(str(folder / "report.html"))
     assert all("Training kept computing for" in text for text in (text, page))
