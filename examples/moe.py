@@ -1,0 +1,155 @@
+"""Trains a small mixture of experts in two worker groups, and watches what each landing does to its routers.
+
+Between landings the routers of the groups drift apart. For every landing of a router this prints, just before it and
+just after it, how far both are from each other, which share of their choices on the same tokens is the same, and how
+evenly experts are used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from gpt import Block
+from jsonargparse import auto_cli
+from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.utilities import rank_zero_only
+from pretrain_text import ByteGPT, prepare_process
+from text_data import StandardLibraryText
+from torch import Tensor, nn
+
+from lightning_sdiloco import StreamingDiLoCoStrategy
+
+LAYERS, WIDTH, HEADS = 2, 64, 4
+EXPERTS, TOP_K, BALANCE = 8, 2, 0.01
+
+
+class MoEBlock(Block):
+    """A block in which every token goes through the two experts to which the router gives the most weight."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, HEADS)
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        # One perceptron for each expert in place of one for all.
+        del self.mlp_in, self.mlp_out
+        self.experts_in = nn.Parameter(torch.empty(EXPERTS, 2 * WIDTH, WIDTH))
+        self.experts_out = nn.Parameter(torch.empty(EXPERTS, WIDTH, 2 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_out(self.attention(self.attention_norm(x)))
+        return x + self.mixture(self.mlp_norm(x).flatten(0, 1)).view_as(x)
+
+    def mixture(self, tokens: Tensor) -> Tensor:
+        """Returns what the chosen experts make of each token; choices and load stay to be read."""
+        probabilities = self.router(tokens).softmax(-1)
+        weights, self.chosen = probabilities.topk(TOP_K)
+        # Least where experts are used evenly (Switch Transformer, arXiv 2101.03961).
+        self.load_loss = EXPERTS * (use_of(self.chosen) * probabilities.mean(0)).sum()
+        weights = weights / weights.sum(-1, keepdim=True)
+        # So small experts are quicker all together than one after the other on its own tokens.
+        gates = torch.zeros_like(probabilities).scatter(-1, self.chosen, weights).unsqueeze(-1)
+        inside = nn.functional.gelu(torch.einsum("tw,ehw->teh", tokens, self.experts_in))
+        return torch.einsum("teh,ewh->tw", gates * inside, self.experts_out)
+
+
+class MoEGPT(ByteGPT):
+    """The byte-level GPT of ``pretrain_text.py`` with a mixture of experts in each block."""
+
+    def __init__(self) -> None:
+        super().__init__(LAYERS, WIDTH, HEADS)
+        self.net.blocks = nn.ModuleList(MoEBlock() for _ in range(LAYERS))
+        self.net.initialize(LAYERS)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        loads: list[Any] = [block.load_loss for block in self.net.blocks]
+        return loss + BALANCE * torch.stack(loads).sum()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Returns how far two routers are apart, over the mean of their norms."""
+    return float(2 * (one - other).norm() / (one.norm() + other.norm()))
+
+
+def overlap(one: Tensor, other: Tensor) -> float:
+    """Returns the share of choices of shape ``(tokens, top_k)`` that both made; by chance it is 1/4."""
+    return float((one.unsqueeze(-1) == other.unsqueeze(-2)).any(-1).float().mean())
+
+
+def use_of(chosen: Tensor) -> Tensor:
+    """Returns the share of all choices that each expert has."""
+    return torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
+
+
+class RouterWatch(Callback):
+    """Watches the routers at their landings, on tokens that are the same in both groups, of one rank each.
+
+    Groups exchange what they saw when training ends: until then none waits for the other because of it. Then `seen`
+    holds, by inner step and layer, distance, overlap and use just before the landing, and just after it.
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.tokens = tokens
+        self.own: list[tuple[tuple[int, int], Tensor, Tensor]] = []
+        self.seen: dict[tuple[int, int], list[tuple[float, float, Tensor]]] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        # The last moment before a landing: the inner step has been made, and is not counted yet.
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self.look(trainer, pl_module, trainer.global_step + 1))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
+        self.look(trainer, pl_module, trainer.global_step)
+
+    @torch.no_grad()
+    def look(self, trainer: Any, module: Any, step: int) -> None:
+        """Notes weights and choices of the routers that land after an inner step."""
+        fragments, landing = trainer.strategy.fragments, trainer.strategy.schedule.landings(step)
+        names = {name for fragment in landing for name in fragments[fragment].names}
+        for layer, block in enumerate(module.net.blocks):
+            if f"net.blocks.{layer}.router.weight" in names:
+                module.net(self.tokens)
+                self.own.append(((step, layer), block.router.weight.clone(), block.chosen))
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        if not self.own:
+            return
+        moments, *own = zip(*self.own, strict=True)
+        weights, chosen = (pl_module.all_gather(torch.stack(each)).unbind(1) for each in own)
+        for moment, routers, choices in zip(moments, weights, chosen, strict=True):
+            now = distance(*routers), overlap(*choices), use_of(choices)
+            self.seen.setdefault(moment, []).append(now)
+
+
+@rank_zero_only
+def tell(watch: RouterWatch) -> None:
+    """Prints a line for each landing of a router; experts in use are the perplexity of their use."""
+    print("inner step, layer    distance          overlap           experts in use  use moved")
+    for (step, layer), (before, after) in watch.seen.items():
+        apart, alike = (f"{old:.3f} -> {new:.3f}" for old, new in zip(before[:2], after[:2], strict=True))
+        used = " -> ".join(f"{float(torch.special.entr(use).sum().exp()):.2f}" for *_, use in (before, after))
+        moved = float((before[2] - after[2]).abs().sum() / 2)
+        print(f"{step:>10} {layer:>6}    {apart:<17} {alike:<17} {used:<15} {moved:.1%}")
+
+
+def train(steps: int, seed: int = 0, **settings: Any) -> RouterWatch:
+    """Trains in two groups, and returns what was seen of the routers."""
+    seed_everything(seed, verbose=False)
+    data = StandardLibraryText(batch_size=4)
+    data.prepare_data()
+    data.setup("fit")
+    watch = RouterWatch(torch.stack([data.validation[number][0] for number in range(0, 512, 64)]))
+    strategy = StreamingDiLoCoStrategy(worker_groups=2, **{"sync_every": 20, **settings})
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "limit_val_batches": 0}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=steps, callbacks=[watch], **quiet)
+    trainer.fit(MoEGPT(), data)
+    return watch
+
+
+def main(steps: int = 400, seed: int = 0) -> None:
+    """Trains, and lets rank 0 print what the landings did."""
+    prepare_process()
+    tell(train(steps, seed))
+
+
+if __name__ == "__main__":
+    auto_cli(main)
