@@ -12,7 +12,6 @@ from torch import nn
 from benchmarks.links import Links, missing
 from benchmarks.methods.computed import Numbers
 from lightning_sdiloco import StreamingDiLoCo, TwoShot, WorkerGroups
-from lightning_sdiloco.compression import ByLink
 from tests.ranks import run_processes
 
 MBIT_S, STEP_SECONDS, SYNC_EVERY, LAYERS, WIDTH = 40.0, 0.02, 10, 8, 512
@@ -24,13 +23,6 @@ def parts(method: str, sites: int, repeat: int, rounds: int = 20) -> Numbers:
     exchange = TwoShot("by_bandwidth", links=links) if method == "by_bandwidth" else "two_shot"
     slow = {"rate": MBIT_S / 2 * 1e6 / 8}
     return _measured(sites, slow, rounds, {"compression": "fp4", "exchange": exchange})
-
-
-def uplink(method: str, ratio: float, repeat: int, rounds: int = 20) -> Numbers:
-    """Gathers with three sites where the last one sends by so much more slowly."""
-    compression = ByLink(("fp4", "int2", "sparse")) if method == "ByLink" else "fp4"
-    slow = {"up_rate": MBIT_S * 1e6 / 8 / ratio}
-    return _measured(3, slow, rounds, {"compression": compression, "exchange": "gather"})
 
 
 def _measured(sites: int, slow: dict[str, float], rounds: int, given: dict[str, Any]) -> Numbers:

@@ -262,7 +262,11 @@ def over_time(method: str, seed: int, budget: float = 4.0, size: Size = SMALL) -
             with loop.engines[0].evaluate() if loop.engines else nullcontext():
                 found.append((step, text.loss(loop.model)))
     ends = _ends(size, given, training.steps, launches)
-    return {"loss": found[-1][1], "points": [(ends[step - 1], loss) for step, loss in found]}
+    return {
+        "loss": found[-1][1],
+        "seconds": ends[found[-1][0] - 1],
+        "points": [(ends[step - 1], loss) for step, loss in found],
+    }
 
 
 def _ends(size: Size, given: dict[str, Any] | None, steps: int, launches: dict[int, tuple[int, ...]]) -> list[float]:
