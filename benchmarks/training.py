@@ -268,11 +268,11 @@ class Loop:
         while self.step < (self._training.steps if steps is None else steps):
             if time.time() >= until:
                 return False
-            self._train(*next(batches))
+            self.train(*next(batches))
             self.step += 1
         return True
 
-    def _train(self, tokens: Tensor, targets: Tensor) -> None:
+    def train(self, tokens: Tensor, targets: Tensor) -> None:
         if self._streaming is None:
             self._groups[0].backward(tokens, targets)
             self._groups[0].step()
@@ -292,16 +292,20 @@ class Loop:
         """Ends the training; returns the model that one would keep."""
         if self._streaming is not None:
             self._streaming.finish()
+        return self.model
+
+    @property
+    def model(self) -> nn.Module:
         return self._groups[0].model
 
     @property
-    def _engines(self) -> Sequence[StreamingDiLoCo]:
+    def engines(self) -> Sequence[StreamingDiLoCo]:
         return [] if self._streaming is None else self._streaming.engines
 
     @property
     def traffic(self) -> Run:
         """What a group has sent so far, in the mean of all: bytes and launches; nothing with DDP."""
-        counted = [engine.report() for engine in self._engines]
+        counted = [engine.report() for engine in self.engines]
         names = ("bytes_sent", "launches") if counted else ()
         return {name: round(mean(report[name] for report in counted)) for name in names}
 
@@ -309,14 +313,14 @@ class Loop:
         return {
             "step": self.step,
             "groups": [group.state_dict() for group in self._groups],
-            "engines": [engine.state_dict() for engine in self._engines],
+            "engines": [engine.state_dict() for engine in self.engines],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
         for group, saved in zip(self._groups, state["groups"], strict=True):
             group.load_state_dict(saved)
-        for engine, saved in zip(self._engines, state["engines"], strict=True):
+        for engine, saved in zip(self.engines, state["engines"], strict=True):
             engine.load_state_dict(saved)
 
 

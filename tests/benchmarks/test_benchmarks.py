@@ -37,7 +37,7 @@ from benchmarks import (
 from benchmarks.backup_workers import BACKUP, Case, Play, goodput_at_most, goodput_of_all, wait_for_all
 from benchmarks.comparison import Comparison
 from benchmarks.links import Links, missing
-from benchmarks.methods import named
+from benchmarks.methods import claims, computed, named, small
 from benchmarks.methods.trained import MOST_DROPPED
 from benchmarks.models import TINY
 from benchmarks.picture import for_dark_pages
@@ -293,7 +293,7 @@ def test_methods_train_as_their_names_say() -> None:
     paced = tiny("Paced, one at half speed")
     whole = paced.batch
     assert [[paced.trained(group, step) for step in range(2)] for group in (0, 3)] == [[whole, whole], [0, whole]]
-    slow = trained(paced, 40)._engines
+    slow = trained(paced, 40).engines
     assert [engine.inner_steps for engine in slow] == [40] * 4
     weights = [engine.rounds.fragments[0].weight for engine in slow]
     assert weights[3] == pytest.approx(weights[0] / 2, abs=1)
@@ -308,7 +308,7 @@ def test_methods_train_as_their_names_say() -> None:
     for ours, theirs in zip(some.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad * 6 / 8 if theirs.grad is not None else None)
 
-    sent = [engine.report()["bytes_sent"] for engine in trained(tiny("ByLink, one slow uplink"), 50)._engines]
+    sent = [engine.report()["bytes_sent"] for engine in trained(tiny("ByLink, one slow uplink"), 50).engines]
     assert sent[0] == sent[1] == sent[2]
     assert sent[3] < 0.6 * sent[0]
 
@@ -341,3 +341,47 @@ def test_backup_workers_follow_closed_forms() -> None:
     counted = {one.round: own.weight for one in backup.records if (own := one.of("site-3"))}
     assert [number for number in counted if number > 8] == [16, 24, 32]
     assert counted[32] == 8 * 30
+
+
+def test_claims_that_rules_decide_have_known_answers() -> None:
+    steady = computed.dropping(4, sigma=0.0, seed=0, steps=20)
+    assert steady == pytest.approx({"gain": 0.0, "dropped": 0.0, "waits": 0.0})
+    few, many = (computed.dropping(ranks, 0.6, seed=0, steps=100)["gain"] for ranks in (2, 64))
+    assert 0 <= few < many
+    assert computed.slow_uplink(1, steps=200)["speed_up"] == 1
+    assert computed.slow_uplink(100, steps=500)["speed_up"] > 2
+    alone = computed.backups(2, quorum=False, seed=0, rounds=6)
+    assert {"goodput", "counted", "launched_together"} == alone.keys()
+
+
+def test_nets_that_are_trained_at_once_are_the_groups_models() -> None:
+    together, models = small.nets(3, seed=0)
+    x = torch.randn(3, 5, small.FEATURES)
+    for part in together:
+        part.add_(torch.randn(part.shape))
+    at_once = small.forward(x, *together)
+    for one, own, expected in zip(models, x, at_once, strict=True):
+        torch.testing.assert_close(one(own), expected)
+    assert small.gossip("all with all", 2, seed=0, sync_every=1, rounds=3)["loss"] > 0
+
+
+def test_a_claim_goes_on_with_the_rows_that_a_file_lacks_and_pairs_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+
+    def measure(method: str, seed: int) -> dict[str, float]:
+        made.append((method, seed))
+        return {"loss": 1.0 + seed if method == "plain" else 1.1 * (1.0 + seed)}
+
+    cases = {"seed": [0, 1], "method": ["plain", "other"]}
+    path = tmp_path / "claims.json"
+    for seeds in ([0], [0, 1]):
+        claim = claims.Claim("a test", measure, {**cases, "seed": seeds}, {}, beside="plain")
+        monkeypatch.setattr(claims, "CLAIMS", {"test": claim})
+        claims.main(["test", "--json", str(path)])
+    assert made == [("plain", 0), ("other", 0), ("plain", 1), ("other", 1)]
+    content = json.loads(path.read_text())
+    assert content["headline"] == {"test, method=other, percent": pytest.approx(10.0)}
+    with pytest.raises(SystemExit):
+        claims.main(["unknown"])
