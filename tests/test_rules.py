@@ -159,7 +159,9 @@ def test_what_is_below_lightning_needs_torch_alone_and_arithmetic_not_even_that(
             assert tops_of(module) <= allowed, module
             # An extra is imported by its name, where it is used.
             extras = {ast.literal_eval(call.args[0]).split(".")[0] for call in calls_of(module, "extra")}
-            assert extras <= ({"grpc", "cryptography"} if room_of(module) == "federation" else set()), module
+            assert extras <= ({"grpc", "grpc_health", "cryptography"} if room_of(module) == "federation" else set()), (
+                module
+            )
 
 
 def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock_no_chance_and_no_file() -> None:

@@ -1,4 +1,4 @@
-"""Trains on several machines, however it is launched: by SLURM, torchrun, Lightning, or by hand.
+"""Trains on several machines, launched by SLURM, torchrun, Lightning or by hand; or as one site of several with a hub.
 
 The checkpoints must lie in a folder that all machines see, because each rank reads and writes a file of its own there.
 """
@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_sdiloco import StreamingDiLoCoStrategy
+from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 
 
 class Batches:
@@ -67,6 +67,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-nodes", type=int, default=1, help="machines")
     parser.add_argument("--devices", type=int, default=2, help="processes on each of them")
     parser.add_argument("--worker-groups", default="auto", help="a number; 'auto' is one per machine")
+    parser.add_argument("--accelerator", default="cpu", help="'gpu', or 'auto'")
+    parser.add_argument("--hub", help="address and port of a hub: this job is one site of several")
+    parser.add_argument("--run", help="the run of the hub")
+    parser.add_argument("--site", help="the name of this site")
+    parser.add_argument("--keys", help="the bundle of this site; without one there is no TLS")
     parser.add_argument("--steps", type=int, default=400, help="inner steps")
     parser.add_argument("--resume", help="a checkpoint, or 'last' for the newest one if there is any")
     return parser.parse_args()
@@ -75,11 +80,16 @@ def parse() -> argparse.Namespace:
 def main(callbacks: list[Any] | None = None) -> L.Trainer:
     options = parse()
     torch.manual_seed(0)
-    groups = options.worker_groups if options.worker_groups == "auto" else int(options.worker_groups)
-    strategy = StreamingDiLoCoStrategy(worker_groups=groups, sync_every=20, overlap_steps=5)
+    if options.hub:
+        known = {"hub": options.hub, "run": options.run, "site": options.site}
+        federation = Federation(**known, keys=options.keys, insecure=options.keys is None)
+        strategy = StreamingDiLoCoStrategy(federation=federation, sync_every=20, overlap_steps=5)
+    else:
+        groups = options.worker_groups if options.worker_groups == "auto" else int(options.worker_groups)
+        strategy = StreamingDiLoCoStrategy(worker_groups=groups, sync_every=20, overlap_steps=5)
     trainer = L.Trainer(
         strategy=strategy,
-        accelerator="cpu",
+        accelerator=options.accelerator,
         devices=options.devices,
         num_nodes=options.num_nodes,
         max_steps=options.steps,

@@ -198,6 +198,18 @@ class Hub:
             "watch": grpc.stream_stream_rpc_method_handler(self._telling(self._watch)),
         }
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        health, self._messages = extra("grpc_health.v1.health"), extra("grpc_health.v1.health_pb2")
+        self._health = health.HealthServicer()
+        self._set_health("NOT_SERVING")
+        # It says its status to whoever TLS lets in, without a header. `Watch` would hold a thread for each caller.
+        check = grpc.unary_unary_rpc_method_handler(
+            self._health.Check,
+            self._messages.HealthCheckRequest.FromString,
+            self._messages.HealthCheckResponse.SerializeToString,
+        )
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),)
+        )
         try:
             if bundle is None:
                 self.port = int(self._server.add_insecure_port(listen))
@@ -216,11 +228,22 @@ class Hub:
         self._calls.start(self.push)
         self._serve()
 
+    def is_serving(self) -> bool:
+        """Tells what the health service answers: whether the hub has started, and does not end."""
+        answer = self._health.Check(self._messages.HealthCheckRequest(), None)
+        return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
+
+    def _set_health(self, status: str) -> None:
+        for service in ("", SERVICE):
+            self._health.set(service, self._messages.HealthCheckResponse.ServingStatus.Value(status))
+
     def _serve(self) -> None:
         self._server.start()
+        self._set_health("SERVING")
         threading.Thread(target=self._door.watch, name="hub-door", daemon=True).start()
 
     def close(self, grace: float = 0.5) -> None:
+        self._health.enter_graceful_shutdown()
         with self._lock:
             ended = list(self._sessions)
         for session in ended:
@@ -457,6 +480,7 @@ class HubService(Hub):
 
     @override
     def close(self, grace: float = 0.5) -> None:
+        self._health.enter_graceful_shutdown()  # first of all: a copy that is being made may take long to end
         self._closed.set()
         self._awake.set()
         for thread in (self._ticker, self._copier):

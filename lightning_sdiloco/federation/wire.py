@@ -68,7 +68,9 @@ def extra(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        package = {"grpc": "grpcio"}.get(module.split(".")[0], module.split(".")[0])
+        package = {"grpc": "grpcio", "grpc_health": "grpcio-health-checking"}.get(
+            module.split(".")[0], module.split(".")[0]
+        )
         raise ValueError(
             f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
             "pip install 'lightning-sdiloco[federated]'"

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,8 @@ def hub(
         ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
         store: Folder or URL for payloads and states; by default the folder beside the ledger.
         insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
-        metrics: Address and port for a Prometheus server, which gets what the status says; by default there is none.
-            Whoever reaches that port can read it.
+        metrics: Address and port for a Prometheus server, which gets what the status says, and for the probes of a
+            cluster, at /healthz; by default there is none. Whoever reaches that port can read it.
         quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
             Nothing else that a site names is imported; those of this package need no word.
         backups: A folder, on another disk, for a copy of ledger and payloads that is made while the run goes on. Where
@@ -59,8 +59,13 @@ def hub(
         service = HubService(run, ledger, sites, listen, store, keys, insecure, quorum=quorum, **more)
     except HubError as error:
         raise ValueError(str(error)) from error
-    with closing(service):
-        told = None if metrics is None else MetricsServer(metrics, service.coordinator.status)
+    try:
+        told = None if metrics is None else MetricsServer(metrics, service.coordinator.status, service.is_serving)
+    except ValueError:
+        service.close()
+        raise
+    # The service ends first: until it has, /healthz answers that it does not serve.
+    with nullcontext() if told is None else closing(told), closing(service):
         over = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: over.set())
@@ -75,8 +80,6 @@ def hub(
         if told is not None:
             print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
         over.wait()
-        if told is not None:
-            told.close()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
 
@@ -225,10 +228,10 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
 class MetricsServer:
     """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is.
 
-    The status is asked for at most once a second.
+    The status is asked for at most once a second. /healthz answers 200 while the hub serves, and else 503.
     """
 
-    def __init__(self, listen: str, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, listen: str, status: Callable[[], dict[str, Any]], is_serving: Callable[[], bool]) -> None:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
@@ -244,6 +247,16 @@ class MetricsServer:
                 f"metrics={listen!r} cannot be listened on ({error}). Give an address of this machine, and a free port."
             ) from error
         self.port = int(self._server.server_port)
+        answer_metrics = self._server.get_app()
+
+        def answer(request: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            if request.get("PATH_INFO") != "/healthz":
+                return answer_metrics(request, start)
+            status, text = ("200 OK", b"SERVING\n") if is_serving() else ("503 Service Unavailable", b"NOT_SERVING\n")
+            start(status, [("Content-Type", "text/plain")])
+            return [text]
+
+        self._server.set_app(answer)
 
     def close(self) -> None:
         self._server.shutdown()

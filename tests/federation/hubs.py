@@ -30,6 +30,7 @@ TERMS = Terms(fragments=2, sync_every=8, overlap_steps=2, grace=1.0, lease=2.0)
 def require_extra() -> None:
     """Skips where only the package itself is installed."""
     pytest.importorskip("grpc")
+    pytest.importorskip("grpc_health")
     pytest.importorskip("cryptography")
 
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,13 +18,13 @@ from unittest.mock import patch
 import pytest
 
 from lightning_sdiloco.federation import server
-from lightning_sdiloco.federation.keys import init_keys, wall_clock
+from lightning_sdiloco.federation.keys import host_of, init_keys, load, wall_clock
 from lightning_sdiloco.federation.server import HubService
 from lightning_sdiloco.federation.store import BlobStore
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
-from tests.federation.hubs import TERMS, World, require_agreement
+from tests.federation.hubs import TERMS, World, require_agreement, require_extra
 from tests.federation.scripted import RUN, run_config
 from tests.tools.command import not_refused_with, ran, refused, told
 
@@ -146,7 +147,7 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
 
     def scraped(status: dict[str, Any], *strangers: bytes) -> list[str]:
         """What a Prometheus server reads, the second time that it asks, after what strangers have sent."""
-        server = MetricsServer("127.0.0.1:0", lambda: (asked.append(1), status)[1])
+        server = MetricsServer("127.0.0.1:0", lambda: (asked.append(1), status)[1], lambda: True)
         try:
             for sent in strangers:
                 stranger = socket.create_connection(("127.0.0.1", server.port), timeout=5)
@@ -183,7 +184,74 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
     strangers = (b"GET /evict?who=a HTTP/1.0\r\n\r\n", post, random.randbytes(4096))
     assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING, *strangers)
     with pytest.raises(ValueError, match="no address"):
-        MetricsServer("9400", lambda: STATUS)
+        MetricsServer("9400", lambda: STATUS, lambda: True)
+
+
+def test_a_hub_answers_probes_with_what_is_true_of_it(tmp_path: Path) -> None:
+    require_extra()
+    pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    def probed() -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def health(service: str = "") -> str:
+        with grpc.insecure_channel(f"127.0.0.1:{hub.port}") as channel:
+            asked = health_pb2_grpc.HealthStub(channel).Check(
+                health_pb2.HealthCheckRequest(service=service), timeout=10
+            )
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(asked.status)
+
+    with pytest.warns(UserWarning, match="without TLS"):
+        hub = HubService(RUN, tmp_path / "hub.sqlite", 2, insecure=True)
+    server = MetricsServer("127.0.0.1:0", hub.coordinator.status, hub.is_serving)
+    try:
+        assert probed() == (503, "NOT_SERVING\n")
+        hub.start()
+        assert probed() == (200, "SERVING\n")
+        assert health() == health("sdiloco.Hub") == "SERVING"
+        with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
+            health("another")
+        seen = []
+        tick, hub.coordinator.start = hub.coordinator.start, lambda *_: seen.append(probed())  # the last act but one
+        hub.close()
+        tick(lambda event, to=None: None)
+        assert seen == [(503, "NOT_SERVING\n")] == [probed()]
+        with pytest.raises(grpc.RpcError):
+            health()
+    finally:
+        server.close()
+
+
+def test_the_health_of_a_hub_with_keys_is_told_to_holders_alone_and_without_a_word_of_theirs(world: World) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    bundle = load(world.keys / "viewer.bundle")
+    port, request = world.start(sites=1).port, health_pb2.HealthCheckRequest()
+    options = [("grpc.ssl_target_name_override", host_of(RUN))]
+    holder = grpc.ssl_channel_credentials(bundle.authority, bundle.key, bundle.certificate)
+    for credentials in (holder, grpc.ssl_channel_credentials(bundle.authority), None):
+        address = f"127.0.0.1:{port}"
+        channel = (
+            grpc.insecure_channel(address)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options)
+        )
+        with channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            if credentials is holder:
+                assert stub.Check(request, timeout=10).status == health_pb2.HealthCheckResponse.SERVING
+                with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+                    next(stub.Watch(request, timeout=10))
+            else:
+                with pytest.raises(grpc.RpcError, match="UNAVAILABLE"):
+                    stub.Check(request, timeout=10)
 
 
 def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what_is_in_the_way(world: World) -> None:
