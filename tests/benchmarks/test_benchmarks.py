@@ -26,6 +26,7 @@ from benchmarks import (
     flights,
     loss_over_time,
     memory,
+    paper,
     quality,
     runs,
     scaling,
@@ -253,6 +254,28 @@ def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_doe
     assert (tmp_path / "scaling-dark.svg").exists()
     told = capsys.readouterr().out
     assert [f"114,336 | {groups} |" in told for groups in (2, 4, 8)] == [True] * 3
+
+
+def test_a_claim_of_the_paper_is_judged_by_the_whole_interval_on_runs_that_are_kept() -> None:
+    # The mean alone says nothing: with one seed, and where the interval holds both, it is open.
+    judged = [paper.verdict(percent, is_worse) for percent in ([3.0], [-4.0, 5.0]) for is_worse in (True, False)]
+    assert judged == ["open"] * 4
+    assert [paper.verdict([4.0, 4.1, 4.2], is_worse) for is_worse in (True, False)] == ["agrees", "disagrees"]
+    assert [paper.verdict([-4.0, -4.1, -4.2], is_worse) for is_worse in (True, False)] == ["disagrees", "agrees"]
+
+    five_seeds, two_seeds = paper.made_before()
+    (claim,) = [one for one in paper.ABLATIONS["groups"].claims if one.first == "4"]
+    row = paper.judged("groups", claim, five_seeds)
+    assert row is not None
+    assert row[2:] == ["5", "+9.4 ± 3.6", "agrees"]
+    assert paper.judged("groups", claim, two_seeds) is None, "what was not made is not judged"
+    made = {factor: [one.name for one in found] for factor, found in paper.above_ddp(two_seeds).items()}
+    assert made["tau"] == ["5", "10"]
+    # Every factor changes one thing of the base, which is among its values.
+    for factor, ablation in paper.ABLATIONS.items():
+        ours = [paper.small_pair(paper.ONE, factor, value, 0)[0] for value in ablation.values]
+        assert replace(paper.ONE, choices=paper.BASE) in ours or factor == "cut"
+        assert len({json.dumps(one.key(), sort_keys=True) for one in ours}) == len(ours)
 
 
 def test_the_verdict_is_about_numbers_on_seeds_that_chose_nothing() -> None:
