@@ -340,10 +340,6 @@ class Settings:
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
         return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
 
-    def with_outer_step_of(self, given: "Settings") -> "Settings":
-        """Returns the settings with rate, momentum and mixing of others: numbers or ``"auto"``."""
-        return replace(self, **{name: getattr(given, name) for name in OuterStep._fields})
-
     @property
     def _left_open(self) -> list[str]:
         names = ("mixing",) if self.outer.make is not None else OuterStep._fields

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, Unpack, override
 
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, refuse_unknown
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, OuterStep, refuse_unknown
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -257,10 +257,10 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         super().connect(model)
         self._groups.failed = False
         if self._fit is not None:
-            # What the planner chose stays.
-            chosen = self._fit.options
-            settings = chosen.settings.with_outer_step_of(self._options.settings)
-            self._options = replace(chosen, settings=settings)
+            # What the planner chose stays; rate, momentum and mixing are chosen as they were for the first fit.
+            chosen, given = self._fit.options, self._options.settings
+            outer_step = {name: getattr(given, name) for name in OuterStep._fields}
+            self._options = replace(chosen, settings=replace(chosen.settings, **outer_step))
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":

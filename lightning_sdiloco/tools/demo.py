@@ -35,6 +35,7 @@ PACKAGE = Path(__file__).parents[1]
 # The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so that the commands
 # printed can be read, and typed, in the folder where the demo was started.
 EXAMPLES = Path(os.path.relpath(next(filter(Path.exists, (PACKAGE / "examples", PACKAGE.parent / "examples")))))
+CONFIGURATIONS = EXAMPLES / "configs"
 SETTINGS = {
     "ddp": "DDP",
     "diloco": "DiLoCo fp32",
@@ -84,16 +85,11 @@ def demo(
     return tell(results, Path(out), console)
 
 
-def configuration(name: str) -> Path:
-    """Returns the file of a setting."""
-    return EXAMPLES / "configs" / f"{name}.yaml"
-
-
 def training_command(setting: str, steps: int, result: Path) -> list[str]:
     """Returns the command that trains one setting and writes its numbers to ``result``."""
     command = [sys.executable, str(EXAMPLES / "pretrain_text.py"), "fit"]
     for name in ("base", setting):
-        command += ["--config", str(configuration(name))]
+        command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
     command += [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={-(-steps // POINTS)}"]
     command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
     # Drawn in every step, the bar would take a good part of a step as short as these.
@@ -122,7 +118,7 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
     step_seconds = min(result["step_seconds"] for result in results.values())
     for setting, result in results.items():
         result["link_step_seconds"] = step_seconds
-        result["link_seconds"] = seconds_on_link(result, configuration(setting))
+        result["link_seconds"] = seconds_on_link(result, CONFIGURATIONS / f"{setting}.yaml")
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:

@@ -293,7 +293,8 @@ def _worker_groups(
     outcomes = []
     with _progress(len(each)) as begin:
         for planned, seed in each:
-            own = configuration if seed is None else configuration.with_seed(seed)
+            seeded = () if seed is None else (f"seed_everything={seed}",)
+            own = replace(configuration, arguments=(*configuration.arguments, *seeded))
             stepped = begin(planned.groups, planned.choices)
             done = run(own, planned.groups, planned.choices, stepped, where.speeds)
             outcomes.append(Outcome(planned, seed, done, predict(done, where)))

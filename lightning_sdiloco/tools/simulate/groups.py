@@ -336,9 +336,6 @@ class Configuration:
         tops = [base.__module__.partition(".")[0] for cls in known for base in cls.__mro__]
         return simulated_classes(next((top for top in tops if top in _OURS), "lightning"))
 
-    def with_seed(self, seed: int) -> "Configuration":
-        return replace(self, arguments=(*self.arguments, f"seed_everything={seed}"))
-
     def fit(self, rank: SimulatedRank, choices: Mapping[str, Any], callback: Any) -> Any:
         """Parses the files and fits, as one group; without a callback only parses. Returns the LightningCLI."""
         ours = self.classes.strategy
