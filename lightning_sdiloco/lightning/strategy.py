@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import TypedDict, Unpack, override
 
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, OuterStep, refuse_unknown
+from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, OTHER_NAMES, OuterOptimizer, refuse_unknown
 from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
@@ -258,8 +258,8 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         self._groups.failed = False
         if self._fit is not None:
             # What the planner chose stays; rate, momentum and mixing are chosen as they were for the first fit.
-            chosen, given = self._fit.options, self._options.settings
-            outer_step = {name: getattr(given, name) for name in OuterStep._fields}
+            chosen, first = self._fit.options, self._options.settings
+            outer_step = {"outer_lr": first.outer_lr, "outer_momentum": first.outer_momentum, "mixing": first.mixing}
             self._options = replace(chosen, settings=replace(chosen.settings, **outer_step))
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
