@@ -259,8 +259,10 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         if self._fit is not None:
             # What the planner chose stays; rate, momentum and mixing are chosen as they were for the first fit.
             chosen, first = self._fit.options, self._options.settings
-            outer_step = {"outer_lr": first.outer_lr, "outer_momentum": first.outer_momentum, "mixing": first.mixing}
-            self._options = replace(chosen, settings=replace(chosen.settings, **outer_step))
+            settings = replace(
+                chosen.settings, outer_lr=first.outer_lr, outer_momentum=first.outer_momentum, mixing=first.mixing
+            )
+            self._options = replace(chosen, settings=settings)
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
