@@ -1,5 +1,7 @@
 """The strategies, the monitor and the callback for ``pytorch_lightning``."""
 
+from importlib import import_module
+
 from lightning_fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
@@ -12,7 +14,6 @@ from lightning_sdiloco.lightning.model_format import ShardedModel, WholeModel
 from lightning_sdiloco.lightning.monitor import StreamingDiLoCoMonitorMixin
 from lightning_sdiloco.lightning.results import LauncherMixin
 from lightning_sdiloco.lightning.strategy import WorkerGroupStrategy
-from lightning_sdiloco.tools.report import report
 
 
 class StreamingDiLoCoCallback(Fit, Callback):
@@ -21,7 +22,8 @@ class StreamingDiLoCoCallback(Fit, Callback):
 
 class StreamingDiLoCoMonitor(StreamingDiLoCoMonitorMixin, Callback):
     __doc__ = StreamingDiLoCoMonitorMixin.__doc__
-    _report = staticmethod(report)
+    # Imported when a fit has ended: the command needs more than a training does.
+    _report = staticmethod(lambda folder: import_module("lightning_sdiloco.tools.report").report(folder))
 
 
 class _Launcher(LauncherMixin, _MultiProcessingLauncher):

@@ -125,7 +125,7 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(world: World, tm
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     asked = {text.replace("$run", RUN).replace("$site", ".*"): text for text in queries}
     world.found("a", "b", rounds=2)
-    hub, port = MetricsServer("127.0.0.1:0", world.service.coordinator.status), free_port()
+    hub, port = MetricsServer("127.0.0.1:0", world.service.coordinator.status, world.service.is_serving), free_port()
     server = Prometheus(tmp_path, hub.port, port)
 
     def run(rank: int, world_size: int) -> Any:
