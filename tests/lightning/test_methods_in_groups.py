@@ -176,7 +176,8 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"
 
 
-@in_ranks(4)
+@pytest.mark.timeout(180)
+@in_ranks(4, timeout=160.0)
 def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_the_fit_is_known(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
