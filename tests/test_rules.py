@@ -175,7 +175,9 @@ def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock
     for module in RULES:
         assert tops_of(module) & clocks_and_files == set(), module
         assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", f"{NAME}.algorithm.weighting"}, module
-    assert "torch" not in tops_of(f"{NAME}.algorithm.weighting")
+    pure = {"abc", "collections", "dataclasses", "functools", "math", "operator", "statistics", "struct", "typing"}
+    assert tops_of(f"{NAME}.algorithm.weighting") <= {*pure, "typing_extensions", NAME}
+    assert SOURCE.imports[f"{NAME}.algorithm.weighting"] == {f"{NAME}.errors"}
 
 
 def test_nothing_that_another_rank_or_the_network_sends_is_unpickled() -> None:

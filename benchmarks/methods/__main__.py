@@ -1,7 +1,6 @@
 """What each method does to loss and bytes, beside the defaults, on a language model.
 
     python -m benchmarks.methods [--workers N] [--minutes M] [--rates] [--quick] [--json FILE] [--picture FILE]
-    python -m benchmarks.methods claims [NAME ...]: what each seed system claims; see `benchmarks.methods.claims`
 
 Four worker groups train one model, simulated in one process with the bits of as many processes; two where it is about
 `Selective`, as launching less often costs four groups more; one for what is for one. Data and start depend on the seed
@@ -12,14 +11,12 @@ With --json every run is kept at once, and runs that the file has are not made a
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean
 
 from benchmarks import comparison, report, runs
 from benchmarks.comparison import Comparison, interval
-from benchmarks.methods import claims
 from benchmarks.methods.named import METHODS, quick, rates, training, wanted
 from benchmarks.picture import BLUE, GREY, figure, save
 from benchmarks.runs import Runs
@@ -91,13 +88,9 @@ def draw(rows: Sequence[Comparison], options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    words = sys.argv[1:] if arguments is None else arguments
-    if words[:1] == ["claims"]:
-        claims.main(words[1:])
-        return
     parser = runs.parser(__doc__)
     parser.add_argument("--rates", action="store_true", help="inner learning rates of what has its own")
-    options = runs.parsed(parser, words)
+    options = runs.parsed(parser, arguments)
     trainings = list(quick() if options.quick else rates() if options.rates else wanted())
     kept = Runs("methods", options.json)
     kept.make(trainings, options.workers, options.minutes)

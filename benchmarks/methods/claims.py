@@ -1,6 +1,6 @@
 """What each seed system claims, put to the test where its claim can hold: a number or a picture for each.
 
-    python -m benchmarks.methods claims [NAME ...] [--quick] [--json FILE] [--picture FILE]
+    python -m benchmarks.methods.claims [NAME ...] [--quick] [--json FILE] [--picture FILE]
 
 Some rest on rules and virtual time, some on small trainings, some on links between network namespaces (root). With
 --json every row is kept at once, and rows that the file has are not made again.
@@ -212,6 +212,10 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.names or CLAIMS:
         for row in measured(rows, name, options.quick):
             rows.append(row)
-            report.write(path, _headline(rows), report.measured("methods claims", options.quick), rows=rows)
+            report.write(path, _headline(rows), report.measured("methods.claims", options.quick), rows=rows)
         _show(rows, name)
     draw(rows, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -75,7 +75,8 @@ def test_a_benchmark_runs_and_writes_numbers_with_where_and_when(name: str, tmp_
     assert {"date", "processor", "cores", "python", "torch", "lightning"} <= content["measured"].keys()
 
 
-def test_a_vision_model_with_batchnorm_trains_in_groups_and_as_ddp_does(tmp_path: Path) -> None:
+def test_a_vision_model_with_batchnorm_is_judged_in_groups_and_with_ddp(tmp_path: Path) -> None:
+    assert sum(p.numel() for p in vision.resnet8(0).parameters()) == 77_850
     vision.main(["--quick", "--json", str(tmp_path / "vision.json")])
     found = json.loads((tmp_path / "vision.json").read_text())["found"]
     assert found.keys() == {"DDP", "worker groups"}
