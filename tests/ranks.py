@@ -30,6 +30,7 @@ import torch.distributed as dist
 from tests.bits import same
 
 GROUP_TIMEOUT = timedelta(seconds=30)
+PATIENCE = 240.0  # seconds for what takes ten alone: three tests share two cores, of whatever speed
 GRACE = 5.0  # seconds that the other ranks have left once one of them failed
 # How the names begin that launchers set, and those by which ranks meet.
 LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "LSB_", "LSF_", "OMPI_", "PMI_", "GROUP_", "ROLE_")
@@ -55,7 +56,7 @@ class Report(NamedTuple):
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0, expect_failure: bool = False
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = PATIENCE, expect_failure: bool = False
 ) -> Any:
     """Calls `function(rank, world_size, *args)` on every rank of a gloo world; returns the results in their order.
 
@@ -82,7 +83,7 @@ def run_processes(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = PATIENCE,
     expect_failure: bool = False,
     ranks_per_node: int | None = None,
     torchelastic: bool = False,
@@ -111,7 +112,7 @@ def run_processes(
         return _run(lambda rank: function(rank, world_size, *args), environments, Path(folder), timeout, expect_failure)
 
 
-def in_ranks(world_size: int, timeout: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def in_ranks(world_size: int, timeout: float = PATIENCE) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Plays a test in every rank of a world, which is its first argument, as `run_processes` does."""
 
     def decorated(test: Callable[..., None]) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import LAUNCHERS, replace_environment, restore_signals
+from tests.ranks import LAUNCHERS, PATIENCE, replace_environment, restore_signals
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
@@ -75,7 +75,7 @@ def start_script(script: Path, *arguments: str, environment: Mapping[str, str] |
 def run_script(script: Path, *arguments: str) -> str:
     """Runs a script to its end, and returns what it printed."""
     process = start_script(script, *arguments)
-    process.join(timeout=100)
+    process.join(timeout=PATIENCE)
     process.kill()
     assert process.exitcode == 0, (script.parent / "stderr").read_text()
     return (script.parent / "stdout").read_text()

@@ -66,7 +66,6 @@ def test_what_is_said_of_routers_has_known_answers() -> None:
     assert moe.use_of(torch.tensor([[0, 1], [0, 7]])).tolist() == [0.5, 0.25, 0, 0, 0, 0, 0, 0.25]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("mixing", [0.0, 0.5])
 def test_a_landing_makes_routers_as_much_alike_as_mixing_says(mixing: float, tmp_path: Path) -> None:
     """All parameters land together, so groups that keep nothing of their own are the same model."""

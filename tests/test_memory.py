@@ -198,5 +198,5 @@ def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_flight_holds_at_most_three_copies_and_what_is_new_of_what_is_remembered() -> None:
-    extra = [[own - copies for own in run_ranks(partial(held, choices), 2, timeout=100)] for copies, choices in CASES]
+    extra = [[own - copies for own in run_ranks(partial(held, choices), 2)] for copies, choices in CASES]
     assert all(-0.6 < own < BESIDES for ranks in extra for own in ranks), extra

@@ -101,7 +101,6 @@ class OnLostDisks(World):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_run_whose_ledger_is_lost_goes_on_from_living_sites_and_from_checkpoints(tmp_path: Path) -> None:
     with OnLostDisks(tmp_path, "abc", 0.05) as world:
         told, _ = played(world, Fault("kill", HUB, 2.0), Fault("blackout", ALL, 2.0))
@@ -159,7 +158,6 @@ def copied(folder: Path, changes: dict[str, tuple[str, str]]) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_hub_and_sites_are_updated_one_after_the_other_and_other_arithmetic_stays_out(tmp_path: Path) -> None:
     newer = copied(tmp_path / "newer", NEWER)
     other = copied(tmp_path / "other", OTHER_ARITHMETIC)

@@ -28,10 +28,7 @@ from tests.known_training import STEPS, LateLane, Training, same, shown_run, wai
 from tests.pretend import IS_POSSIBLE, ccl
 from tests.ranks import run_processes, run_ranks
 
-pytestmark = [
-    pytest.mark.timeout(90),
-    pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python"),
-]
+pytestmark = pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
 
 PAIRS: dict[str, Any] = {"route": RandomPairs(), "outer_lr": 0.7, "outer_momentum": 0.5, "compression": "int8"}
 CHOICES = {**KNOWN, "pairs": PAIRS, "ring": {"route": Ring(), "compression": "fp32"}}
@@ -80,7 +77,7 @@ def test_from_device_to_device_a_run_gives_the_bits_and_counts_the_bytes_of_gloo
             assert counted == also, name
             assert most > 1, "several are in flight"
 
-    run_ranks(run, ranks, timeout=80)
+    run_ranks(run, ranks)
 
 
 def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_message() -> None:
@@ -102,7 +99,7 @@ def test_no_thread_waits_for_the_device_where_gloo_would_wait_for_a_copy_of_the_
         between_devices, through_hosts = copies
         assert 0 < between_devices < through_hosts
 
-    run_ranks(run, 2, timeout=80)
+    run_ranks(run, 2)
 
 
 def test_a_strategy_joins_its_groups_over_what_carries_tensors_of_its_device_and_measures_there() -> None:
@@ -214,7 +211,7 @@ def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_
         time.sleep(0.02)
         return calls[0].tensor.numel(), time.monotonic()
 
-    (one, early, travelled), (other, late, _) = run_ranks(run, 2, timeout=60)
+    (one, early, travelled), (other, late, _) = run_ranks(run, 2)
     assert one == other == 2 * [1080, 920, 3240, 2760], "the hops of one flight, and then those of the next"
     assert early + 0.1 < late < travelled
 

@@ -132,7 +132,7 @@ def test_a_recut_and_a_group_of_several_ranks_give_the_bits_of_the_cpu() -> None
         pretend.install()
         return [same(run("pretend", rank), values) for run, values in zip(runs, expected, strict=True)]
 
-    assert run_ranks(both, 4, timeout=100) == [[True] * 3] * 4
+    assert run_ranks(both, 4) == [[True] * 3] * 4
 
 
 @alone
@@ -237,7 +237,7 @@ def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> 
         pretend.install()
         return [[most_of(layers, choices) for layers in (8, 16)] for choices, _ in cases]
 
-    for (small, large), (_, copies) in zip(run_ranks(run, 2, timeout=100)[0], cases, strict=True):
+    for (small, large), (_, copies) in zip(run_ranks(run, 2)[0], cases, strict=True):
         for most, layers in ((small, 8), (large, 16)):
             # What one flight takes at most, with what is prefetched for the next one.
             assert most["start"] <= copies

@@ -113,7 +113,7 @@ def test_processes_that_stop_in_flight_have_the_bits_and_bytes_of_a_simulation_t
                 wrong[name] = off, counts
         return wrong
 
-    assert run_ranks(play, 3, timeout=100) == [{}] * 3
+    assert run_ranks(play, 3) == [{}] * 3
     assert run_ranks(play, 4) == [{}] * 4
     sent = {name: [engine.report()["bytes_sent"] for engine in whole(name)[0].engines] for name in CASES}
     assert len(set(sent["by link"])) == 3, "each has its own code"

@@ -26,9 +26,8 @@ from lightning_sdiloco.tools.hub import SITE_METRICS, MetricsServer
 from lightning_sdiloco.tools.status import printed
 from tests.federation.hubs import TERMS, World, require_agreement, require_extra
 from tests.federation.scripted import RUN, run_config
+from tests.ranks import PATIENCE
 from tests.tools.command import not_refused_with, ran, refused, told
-
-pytestmark = pytest.mark.timeout(300)
 
 SITE: dict[str, Any] = {"state": "follows", "incarnation": "0" * 16, "last_heartbeat": 0.42, "rounds_behind": 1}
 SITE |= {"share": 0.75, "late": 3, "not_finite": 1, "too_long": 4, "incarnations": 2}
@@ -56,7 +55,7 @@ class HubProcess(subprocess.Popen[str]):
 
     def end(self, number: int) -> str:
         self.send_signal(number)
-        return self.communicate(timeout=100)[0]
+        return self.communicate(timeout=PATIENCE)[0]
 
     def close(self) -> None:
         if self.poll() is None:

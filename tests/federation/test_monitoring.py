@@ -26,8 +26,6 @@ DASHBOARD = json.loads((FOLDER / "grafana-dashboard.json").read_text())
 RULES = [rule for group in yaml.safe_load((FOLDER / "rules.yaml").read_text())["groups"] for rule in group["rules"]]
 sys.path.append(str(FOLDER))
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -17,7 +17,6 @@ EXAMPLES = ROOT / "examples" / "accelerate"
 
 pytestmark = [
     pytest.mark.foreign,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="is not installed: make foreign"),
 ]
 

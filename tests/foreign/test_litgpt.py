@@ -37,7 +37,6 @@ class HeldOut(IterableDataset[torch.Tensor]):
 
 
 @pytest.mark.foreign
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("litgpt") is None, reason="litgpt is not installed: make foreign")
 @in_ranks(2, timeout=280.0)
 def test_the_files_of_a_loop_that_never_finishes_are_as_good_as_it_says(rank: int, tmp_path: Path) -> None:

@@ -35,7 +35,6 @@ assert trainer.strategy.report()["inner_steps"] == 64
 
 
 @pytest.mark.foreign
-@pytest.mark.timeout(240)
 def test_a_notebook_trains_on_two_devices() -> None:
     nbformat = pytest.importorskip("nbformat", reason="nbconvert is not installed: make foreign")
     preprocessors = pytest.importorskip("nbconvert.preprocessors")

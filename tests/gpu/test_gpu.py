@@ -31,7 +31,6 @@ def device() -> Outcome:
 
 
 @pytest.mark.gpu
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", EVERY)
 def test_on_a_cuda_device(name: str, tmp_path: Path) -> None:
     if device().status != "done":
@@ -73,7 +72,6 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.skipif(not IS_POSSIBLE, reason="this torch has no device types in pure Python")
-@pytest.mark.timeout(300)
 def test_the_script_runs_on_a_pretended_device_with_torch_and_lightning_alone_and_does_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

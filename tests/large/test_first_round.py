@@ -24,7 +24,7 @@ from tests.large.models import Batches, batch, held, made, sharded
 from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks, run_ranks
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.large
 
 SHORT: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:1"}
 saving = partial(pl.callbacks.ModelCheckpoint, filename="{step}", save_top_k=-1)
@@ -93,7 +93,7 @@ def saved(folder: Path) -> dict[str, dict[str, Tensor]]:
 # Checkpoints
 
 
-@in_ranks(4, timeout=150.0)
+@in_ranks(4)
 def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with_other_groups(
     rank: int, tmp_path: Path
 ) -> None:

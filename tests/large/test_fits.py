@@ -15,7 +15,7 @@ from tests.large.models import Batches, Large, batch, made, sharded
 from tests.lightning.test_checkpoint import saving
 from tests.ranks import agreed, in_ranks, run_processes
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.large
 
 # All fragments have landed once when the fit is saved, and some are in flight again.
 STEPS, SAVED = 15, 10
@@ -59,7 +59,7 @@ def fit(rank: int, kind: str, groups: int, folder: Path, resume: bool = False, *
         ("deep", 2, SHARDED),
     ],
 )
-@in_ranks(4, timeout=150.0)
+@in_ranks(4)
 def test_a_fit_resumed_in_flight_gives_the_same_bits_and_other_groups_go_on_from_there(
     rank: int, kind: str, groups: int, choices: dict[str, Any], tmp_path: Path
 ) -> None:

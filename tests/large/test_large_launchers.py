@@ -17,7 +17,7 @@ from tests.bits import same
 from tests.large.models import Data, Large, held
 from tests.scripts import ROOT, TORCHRUN, run_python
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(140)]
+pytestmark = pytest.mark.large
 
 
 def readable(trainer: Any) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -16,7 +16,7 @@ from tests.lightning.test_fabric import fabric_of, train
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import ROOT, run_python
 
-pytestmark = [pytest.mark.large, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.large
 
 STEPS, SAVED = 16, 9
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 3, "fragments": "strided:3"}
@@ -91,7 +91,6 @@ def test_a_loop_of_fabric_goes_on_bit_for_bit_with_fragments_in_flight(rank: int
     require_resumed(rank, fabric_loop, tmp_path)
 
 
-@pytest.mark.timeout(300)
 def test_the_example_of_fabric_resumes_to_the_same_loss(tmp_path: Path) -> None:
     def losses(steps: int, *arguments: str) -> list[str]:
         told = ["--save-every=22", "--accumulate=2", f"--steps={steps}", *arguments]

@@ -44,7 +44,7 @@ def evaluated(distribution: str = LIGHTNING, seed: int = 0) -> Any:
     return model
 
 
-@in_ranks(4, timeout=110.0)
+@in_ranks(4)
 def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distribution: str, tmp_path: Path) -> None:
     """Local parameters, statistics of BatchNorm and inner optimizer state, before every step; so does an average."""
     callbacks = importlib.import_module(distribution).callbacks
@@ -213,7 +213,7 @@ def fit(
     return {**trained, "averages": averages}
 
 
-@in_ranks(2, timeout=110.0)
+@in_ranks(2)
 def test_averages_by_step_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
     place = rank, 2
     plain = run_fit(*place, distribution=distribution)
@@ -255,7 +255,7 @@ def test_with_another_number_of_groups_all_start_from_the_outer_parameters(rank:
     assert agreed(resumed["model"])
 
 
-@in_ranks(2, timeout=110.0)
+@in_ranks(2)
 def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distribution: str, tmp_path: Path) -> None:
     def at_end(trainer: Any, module: Any) -> None:
         outer = trainer.strategy.outer_state_dict().items()

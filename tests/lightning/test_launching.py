@@ -28,7 +28,7 @@ from tests import fits, sharded
 from tests.bits import same
 from tests.fits import LIGHTNING, OTHER, SHORT, Announced, assert_same, on, refusal, said_by, saving
 from tests.lightning.test_checkpoint import CHOICES, assert_resumed, traced
-from tests.ranks import agreed, in_ranks, run_processes, run_ranks
+from tests.ranks import PATIENCE, agreed, in_ranks, run_processes, run_ranks
 from tests.scripts import start_script, unlaunched
 from tests.strangers import listening
 
@@ -97,7 +97,6 @@ def written(folder: Path, distribution: str = LIGHTNING) -> Path:
     return path
 
 
-@pytest.mark.timeout(300)  # Fresh interpreters import for seconds, and for far longer on a busy machine.
 def test_a_script_gets_back_the_same_bits_however_processes_are_started(tmp_path: Path) -> None:
     fitted = {}
     for start_method in ("fork", "popen", "spawn", "forkserver"):
@@ -127,7 +126,7 @@ def test_a_notebook_trains_in_forked_processes(tmp_path: Path) -> None:
     ]
     about: dict[str, Any] = {"cwd": tmp_path, "env": unlaunched(), "capture_output": True, "text": True}
     typed = "".join(f"{cell}\n" for cell in cells)
-    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, timeout=100, **about)
+    done = subprocess.run([sys.executable, "-i", "-q"], input=typed, timeout=PATIENCE, **about)
     assert done.returncode == 0, done.stdout + done.stderr
     first, second = re.findall("fitted (.*)", done.stdout)
     assert first.startswith("True")
@@ -195,7 +194,7 @@ def test_however_a_training_ends_no_process_is_left(start_method: str, end: str,
 
 def test_a_port_that_is_taken_is_named_and_ends_all_processes(tmp_path: Path) -> None:
     with listening("store") as port, main_process(written(tmp_path), "fork", MASTER_PORT=str(port)) as main:
-        main.join(timeout=100)
+        main.join(timeout=PATIENCE)
     output = (tmp_path / "stderr").read_text()
     assert main.exitcode == 1
     # Each rank sees a stranger, whichever looks first.
@@ -279,7 +278,7 @@ def test_a_terminated_fit_goes_on_as_if_nothing_had_happened(rank: int, tmp_path
     assert_goes_on(rank, 4, tmp_path, distribution="pytorch_lightning")
 
 
-@in_ranks(2, timeout=150.0)
+@in_ranks(2)
 def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) -> None:
     by_epochs, by_steps = {"max_epochs": 4, "max_steps": -1}, {"max_steps": 32}
     in_the_middle = {"val_check_interval": 19, "check_val_every_n_epoch": None}
@@ -293,7 +292,7 @@ def test_what_is_due_where_a_fit_ends_is_done_once(rank: int, tmp_path: Path) ->
         assert_goes_on(rank, 2, tmp_path / name, validates=True, **due)
 
 
-@in_ranks(2, timeout=150.0)
+@in_ranks(2)
 def test_whenever_signals_come_all_ranks_end_together_with_one_save(rank: int, tmp_path: Path) -> None:
     """None where the Trainer saves no checkpoints."""
     many = [signal.SIGTERM, signal.SIGTERM]
@@ -364,7 +363,7 @@ def as_job(rank: int, world_size: int, folder: Path, function: Callable[[], Any]
         return function()
 
 
-@in_ranks(2, timeout=110.0)
+@in_ranks(2)
 def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int, tmp_path: Path) -> None:
     requeued: Signalled = {(1, "training_step", SIGNALLED + later): [signal.SIGUSR1] for later in (0, 3)}
     # Launched after 28, landed after 33 it would be: the fit ends before, and with it the request.

@@ -25,7 +25,6 @@ from tests import fits
 from tests.fits import LIGHTNING, SHORT, SomeBatches, at, fit, refusal, said_by
 from tests.ranks import run_processes
 
-pytestmark = pytest.mark.timeout(300)
 Rows = list[tuple[int, dict[str, float]]]  # the step and the values of each, without those that say when it was
 WHEN = ("step", "epoch", "trainer/global_step")
 

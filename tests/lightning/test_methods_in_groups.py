@@ -103,7 +103,7 @@ def test_sharded_groups_do_what_the_simulation_does_and_on_a_route_save_the_mean
                 assert torch.allclose(values, torch.stack(of_groups).mean(0), atol=1e-6), key
             assert_resumed(fit(path=path), plain, 6)
 
-    run_processes(play, 2 * GROUPS, timeout=110.0)
+    run_processes(play, 2 * GROUPS)
 
 
 def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_loops_of_fabric_do_what_the_simulation_does(tmp_path: Path) -> None:
                     assert unequal(torch.load(tmp_path / name, weights_only=True)["model"], net.state_dict()) == []
             assert all(map(torch.equal, held_by([net], fabric.strategy.finish)[0], expected[name][rank])), name
 
-    run_processes(play, GROUPS, timeout=110.0)
+    run_processes(play, GROUPS)
 
 
 # Trainers, with more than 100,000 parameters
@@ -149,7 +149,6 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 256), nn.Tanh(), nn.Linear(256, 400), nn.Tanh(), nn.Linear(400, 3))
 
 
-@pytest.mark.timeout(180)
 def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Path) -> None:
     expected = {
         name: simulated(net, "adamw", 2, name == "paced", 1 + (name == "drop compute"), **{**SHARED, **choices})
@@ -172,12 +171,11 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
             own = fits.fit(rank, 2, 2, STEPS, {**SHARED, **choices}, **given)["model"].values()
             assert all(map(torch.equal, own, expected[name][rank][len(own) :])), name
 
-    run_processes(play, 2, timeout=110.0)
+    run_processes(play, 2)
     assert list(tmp_path.rglob("*.jsonl")), "the monitor has written its records"
 
 
-@pytest.mark.timeout(180)
-@in_ranks(4, timeout=160.0)
+@in_ranks(4)
 def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_the_fit_is_known(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -442,7 +442,7 @@ def test_a_group_that_ends_first_makes_the_others_wait_for_nothing() -> None:
 HOOKS = "train_batch_start before_optimizer_step train_batch_end train_epoch_end validation_epoch_end train_end"
 
 
-@in_ranks(2, timeout=120.0)
+@in_ranks(2)
 def test_of_equal_unknown_lengths_all_happens_when_it_does_with_ddp(rank: int) -> None:
     cases: list[tuple[dict[str, Any], Any]] = [
         ({"max_steps": 21, "max_epochs": -1}, noting),

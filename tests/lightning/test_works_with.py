@@ -108,7 +108,7 @@ FLAGS: list[tuple[dict[str, Any], int, int]] = [
 ]
 
 
-@in_ranks(2, timeout=180.0)
+@in_ranks(2)
 def test_an_argument_of_the_trainer(rank: int) -> None:
     for choices, *expected in FLAGS:
         trainer, model, holds = run_fit(rank, **choices)

@@ -539,6 +539,6 @@ def alone(test: Callable[..., None]) -> Callable[..., None]:
             install()
             test(*args, **kwargs)
 
-        run_processes(run, 1, timeout=60)
+        run_processes(run, 1)
 
     return running

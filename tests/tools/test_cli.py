@@ -16,6 +16,7 @@ from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.planning.paper import table_4
 from lightning_sdiloco.tools.cli import COMMANDS
+from tests.ranks import PATIENCE
 from tests.tools import command
 from tests.tools.command import not_refused_with, ran, refused
 
@@ -73,7 +74,7 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path:
         # As it is installed: the folder of the script is on the path, and no current folder.
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         line = [sys.executable, str(script), *args]
-        return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
+        return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE)
 
     assert "it was run" not in installed("status", "--hub", "a.example:1", "--run", "llm", "--insecure").stdout
     width = ("--model.in_features=10", "--model.out_features=10")

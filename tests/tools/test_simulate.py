@@ -108,7 +108,7 @@ def test_the_simulator_gives_the_losses_of_real_processes(
     file = write(tmp_path, kind, **trainer)
     arguments = [f"--config={file}", f"--trainer.strategy.init_args.compression={compression}"]
     distribution = kind if kind in OURS else "lightning.pytorch"
-    expected = run_processes(real, groups, distribution, arguments, timeout=110.0)
+    expected = run_processes(real, groups, distribution, arguments)
     result = simulated(file, groups, compression=compression)
     assert losses(result) == [rank["losses"] for rank in expected]
     assert len({tuple(group.losses) for group in result.groups}) == groups, "each has its own part of the data"
