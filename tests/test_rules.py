@@ -24,7 +24,7 @@ import make_architecture as architecture  # noqa: E402
 SOURCE = architecture.Source(ROOT)
 FLOOR = {room: floor for room, (floor, _) in architecture.ROOMS.items() if room != architecture.FACE}
 GROUND = {room for room, floor in FLOOR.items() if floor == 0}  # single files, which everybody may use
-FACE = {"__init__", "lightning_pytorch", "pytorch_lightning"}
+FACE = {"__init__", "lightning_pytorch", "pytorch_lightning", "ray"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # What of a federation decides, given the time and what was heard; and what of it trains. The rest moves bytes.
 RULES = [f"{NAME}.federation.{name}" for name in ("run_config", "codec", "follower", "ledger", "messages", "quorum")]

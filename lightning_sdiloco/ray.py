@@ -1,0 +1,52 @@
+"""The strategy for Ray Train, whose ``prepare_trainer`` takes only subclasses of its own; needs ``ray[train]``."""
+
+from typing import Any
+
+import ray.train
+from ray.train.lightning import RayDDPStrategy
+
+from lightning_sdiloco.lightning_pytorch import StreamingDiLoCoStrategy
+
+
+class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
+    """Trains one model on the workers of Ray Train, in worker groups.
+
+    Takes the arguments of ``StreamingDiLoCoStrategy``. With ``worker_groups="auto"``, the default, the workers of each
+    node make a group; on a single node each worker is one. Give the Trainer ``devices="auto"`` and a
+    ``RayLightningEnvironment``, as Ray's guide says, and leave ``num_nodes`` alone: Ray knows the nodes.
+
+    Raises:
+        ValueError: In the Trainer, with ``worker_groups="auto"``, if nodes have different numbers of workers.
+
+    Example:
+        In the function that a ``ray.train.torch.TorchTrainer`` runs in each worker::
+
+            trainer = Trainer(
+                strategy=RayStreamingDiLoCoStrategy(worker_groups=2, sync_every=20),
+                devices="auto",
+                plugins=[RayLightningEnvironment()],
+                callbacks=[RayTrainReportCallback()],
+            )
+            prepare_trainer(trainer).fit(model)
+    """
+
+    strategy_name = "streaming_diloco"
+    root_device = RayDDPStrategy.root_device
+
+    @property
+    def num_nodes(self) -> int:
+        if self._options.worker_groups != "auto":
+            return 1  # groups are made of consecutive workers, wherever these run
+        about = ray.train.get_context()
+        here, first = about.get_local_world_size(), about.get_world_rank() - about.get_local_rank()
+        if about.get_world_size() % here or first != about.get_node_rank() * here:
+            raise ValueError(
+                f"worker_groups='auto' makes a worker group of each node, and Ray has placed {here} of"
+                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other numbers elsewhere. Give"
+                " worker_groups a number, or have as many on every node by ScalingConfig(placement_strategy=...)."
+            )
+        return int(about.get_world_size() // here)
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: Any) -> None:
+        """Ignores what Lightning sets: Ray knows the nodes."""
