@@ -47,11 +47,12 @@ class OuterStep(NamedTuple):
     mixing: float
 
 
-def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterStep:
+def recommended(is_sparse: bool = False, over_senders: bool = False, least: float = math.inf) -> OuterStep:
     """Returns what suits the compression; see docs/choosing.md for what was measured.
 
-    One choice serves all numbers of groups and all ``sync_every``: with two, four and eight groups nothing that was
-    tried was clearly better.
+    One choice serves all numbers of groups: with two, four and eight nothing that was tried was clearly better. A
+    momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
+    that all that a group moves is progress: the smaller of these two numbers is `least`.
 
     Where each group sends few values of its own choice (sparse) and the others wait in its error feedback, that is a
     momentum already, so there is no other one. The mean divides by all groups what one of them has sent, and the
@@ -60,7 +61,7 @@ def recommended(is_sparse: bool = False, over_senders: bool = False) -> OuterSte
     """
     if is_sparse:
         return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
-    return OuterStep(0.7, 0.9, 0.2)
+    return OuterStep(0.7, round(max(0.0, min(0.9, 1 - 1.5 / max(1.0, least))), 2), 0.2)
 
 
 FEWEST_FOR_WARMUP = 4
@@ -318,8 +319,8 @@ class Settings:
         given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
-    def chosen_for(self, num_groups: int) -> "Settings":
-        """Returns the settings for so many groups, with what `recommended` returns in place of ``"auto"``."""
+    def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
+        """Returns the settings for so many groups and rounds, with what `recommended` returns for ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
@@ -331,7 +332,9 @@ class Settings:
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
             return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
-        suits = recommended(is_sparse, self.codec.counts_senders())
+        # A schedule of its own decides when, and how often.
+        least = min(self.sync_every, rounds) if self.schedule is None else math.inf
+        suits = recommended(is_sparse, self.codec.counts_senders(), least)
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":

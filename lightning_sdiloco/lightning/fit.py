@@ -120,7 +120,7 @@ class Fit(FitState):
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
-        self.options.choose_warmup(module, self.groups.topology, self._known_steps, self.checkpointer.saved_warmup)
+        self.options.choose_for_length(module, self.groups.topology, self._known_steps, self.checkpointer.saved_warmup)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,

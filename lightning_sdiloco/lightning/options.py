@@ -9,6 +9,7 @@ fit takes them from there.
 
 import ast
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import AUTO, FEWEST_FOR_WARMUP, Settings, warmup_for
+from lightning_sdiloco.algorithm.config import AUTO, Settings, warmup_for
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.shards import trainable
@@ -77,7 +78,9 @@ class Options:
     auto: tuple[str, ...] = ()
     """The settings that are left to the planner, until it has chosen them."""
     chooses_warmup: bool = False
-    """Whether ``warmup_steps`` is left to `choose_warmup`."""
+    """Whether ``warmup_steps`` is left to `choose_for_length`."""
+    steps: float = math.inf
+    """The inner steps of a fit, where they are known."""
     measured: Measured | None = None
     _times: list[float] = field(default_factory=list)
 
@@ -178,18 +181,27 @@ class Options:
         own = {"worker_groups": str(self.worker_groups), "evaluate": self.evaluate, "resume": self.resume}
         return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
 
-    def choose_warmup(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
-        """Chooses the warm-up of a fit of so many inner steps, or takes that of a checkpoint. All ranks must call it.
+    def choose_for_length(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
+        """Chooses warm-up and outer step for a fit of so many inner steps, as far as no checkpoint has them.
 
-        None begins in the midst of a run, or in a federation.
+        All ranks must call it. No warm-up begins in the midst of a run, and neither of the two depends on the length
+        of a fit in a federation, whose sites are not asked.
         """
-        if not self.chooses_warmup:
-            return
-        chosen = saved or 0
-        if saved is None and self.settings.shares and topology.num_groups >= FEWEST_FOR_WARMUP:
+        if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
-            steps = min(topology.world.all_gather_object(steps))
-            chosen = warmup_for(topology.num_groups, steps)
+            self.steps = min(topology.world.all_gather_object(steps))
+        if self.chooses_warmup:
+            self._choose_warmup(model, topology, saved)
+        self._choose_outer_step(topology.num_groups)
+
+    def _choose_outer_step(self, num_groups: int) -> None:
+        """Chooses what of the outer step is left open where the number of rounds is known."""
+        if self.steps < math.inf and "sync_every" not in self.auto:
+            rounds = (self.steps - self.settings.warmup_steps) // self.settings.sync_every
+            self.settings = self.settings.chosen_for(num_groups, rounds)
+
+    def _choose_warmup(self, model: nn.Module, topology: Topology, saved: int | None) -> None:
+        chosen = warmup_for(topology.num_groups, self.steps) if saved is None else saved
         self.settings = replace(self.settings, warmup_steps=chosen)
         if chosen and saved is None and topology.rank == 0:
             groups = Groups(1.0, topology.num_groups, topology.group_size)
@@ -197,7 +209,7 @@ class Options:
             _log.warning(
                 "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups take the"
                 " mean of their gradients: each sends %s. Give warmup_steps=0 for none.",
-                *(chosen, 100 * chosen / steps, steps, topology.num_groups, readable(sent)),
+                *(chosen, 100 * chosen / self.steps, self.steps, topology.num_groups, readable(sent)),
             )
 
     # What the planner chooses
@@ -259,6 +271,7 @@ class Options:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
         self.auto, self.settings = (), replace(settings, **chosen)
+        self._choose_outer_step(topology.num_groups)
 
 
 def choice(

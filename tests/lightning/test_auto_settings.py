@@ -129,7 +129,8 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
 @in_ranks(2)
 def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: int, tmp_path: Path) -> None:
     """By as many groups and by others; a fit after it chooses anew."""
-    saved, own = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}, recommended()._asdict()
+    saved = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
+    of_two_rounds, of_four = recommended(least=2)._asdict(), recommended(least=4)._asdict()
     path = tmp_path / "given.ckpt"
 
     def numbers(groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any) -> list[Any]:
@@ -142,8 +143,8 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
         return seen
 
     numbers(2, None, callbacks=[at({6: save(path)})], **saved)
-    assert numbers(2, path, None) == numbers(1, path, None) == [saved, own]
-    assert numbers(2, path, resume="restart") == [own]
+    assert numbers(2, path, None) == numbers(1, path, None) == [saved, of_four]
+    assert numbers(2, path, resume="restart") == [of_two_rounds]
 
 
 @in_ranks(3)

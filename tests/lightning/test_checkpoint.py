@@ -35,6 +35,8 @@ from tests.training import inner_optimizer, mlp
 
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
+# It depends on how long a fit is, unless it is given.
+MOMENTUM = {"outer_momentum": 0.9}
 NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
 AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO
@@ -83,7 +85,8 @@ def run_fit(
     """Fits in this rank, at a place in the data: its group, its number in the group, and how many share a batch."""
     size = world_size // groups
     model = make(distribution, rank)
-    strategy = fits.strategy(distribution, **{"worker_groups": groups, **CHOICES, **choices})
+    own = CHOICES if {"outer_optimizer", "route", "sync_every"} & choices.keys() else {**CHOICES, **MOMENTUM}
+    strategy = fits.strategy(distribution, **{"worker_groups": groups, **own, **choices})
     saves = any("Checkpoint" in type(callback).__name__ for callback in callbacks)
     common: dict[str, Any] = {"max_steps": steps, "callbacks": list(callbacks), "enable_checkpointing": saves}
     common |= {"devices": world_size, "limit_val_batches": 0}

@@ -13,7 +13,7 @@ from torchmetrics import MeanMetric
 
 from tests import fits
 from tests.fits import LIGHTNING, SomeBatches, Trained, assert_same, at, on, refusal, save, saving, unequal
-from tests.lightning.test_checkpoint import CHOICES, STEPS, assert_resumed, outer_of, run_fit, traced
+from tests.lightning.test_checkpoint import CHOICES, MOMENTUM, STEPS, assert_resumed, outer_of, run_fit, traced
 from tests.ranks import agreed, in_ranks
 from tests.training import mlp
 
@@ -268,7 +268,8 @@ def test_averages_of_epochs_are_of_outer_parameters_and_resume(rank: int, distri
         given: dict[str, Any] = {"trainer_choices": more, "loader": SomeBatches(rank, 9)}
         given["resume"] = tmp_path / resume if resume else None
         ends.clear()
-        trained = fits.fit(rank, 2, 2, 40 if epochs < 0 else -1, CHOICES, distribution, inspect=rate, **given)
+        own = {**CHOICES, **MOMENTUM}
+        trained = fits.fit(rank, 2, 2, 40 if epochs < 0 else -1, own, distribution, inspect=rate, **given)
         assert not set(vars(average)) & HOOKS, "hooks are put back"
         assert agreed(trained["model"])
         return trained

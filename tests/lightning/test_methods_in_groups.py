@@ -35,7 +35,7 @@ from tests.methods import ByMedian, ByNorm, DelayedNesterov, Paced, ZScore
 from tests.ranks import agreed, in_ranks, run_processes
 from tests.training import inner_optimizer, mlp
 
-GROUPS, STEPS = 4, 12
+GROUPS, STEPS = 4, 16
 CUT = [["*0.*", "*2.*"], ["*4.*", "*6.*"]]
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "mixing": 0.25, "fragments": CUT, "compression": "fp32"}
 PAIRS: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}

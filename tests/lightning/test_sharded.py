@@ -43,6 +43,7 @@ from pretrain_text import ByteGPT  # isort: skip
 # One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after step 6, two after 7;
 # after step 11, when all have landed once, the first are launched again.
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "fragments": "strided:1", "compression": "fp32"}
+CHOICES["outer_momentum"] = 0.9  # whatever the length of a fit
 STEPS = 14
 Fit = dict[str, Any]
 
@@ -315,7 +316,11 @@ def test_a_sharded_fit_is_saved_validated_and_resumed_anywhere_without_a_change_
 
 def test_other_shards_and_the_first_strategy_start_from_the_outer_parameters_and_back(tmp_path: Path) -> None:
     adamw = partial(fit, inner="adamw")
-    outer: dict[str, Any] = {"overlap_steps": 0, "outer_optimizer": partial(torch.optim.AdamW, lr=0.1)}
+    outer: dict[str, Any] = {
+        "overlap_steps": 0,
+        "outer_momentum": "auto",
+        "outer_optimizer": partial(torch.optim.AdamW, lr=0.1),
+    }
     whole: dict[str, Any] = {**outer, "save_distributed_checkpoint": False}
     # After step 10 a fragment is in flight: it lands on loading.
     flying, file, back = (tmp_path / name for name in ("step=10.ckpt", "file/step=9.ckpt", "back/step=18.ckpt"))

@@ -150,8 +150,9 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         assert len(told) == (warns and rank == 0), trained
         if told and "max_steps" in trained:
             assert told == [
-                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit, so the worker groups hardly"
-                " learn from each other: sync_every=1 and overlap_steps=0 would give 10."
+                "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the worker groups learn"
+                " little from each other, and the loss ends some percent above that of DDP. Choose sync_every=1 and"
+                " overlap_steps=0 for 10 rounds."
             ]
 
     # What is named gives ten rounds, and no larger one does.
@@ -159,7 +160,8 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         said.clear()
         warn_of_few_rounds(Schedule(100, overlap, fragments), steps)
         (told,) = said
-        schedules = {every: Schedule(every, min(overlap, every - 1), fragments) for every in range(1, 100)}
+        schedules = {every: Schedule(every, min(overlap, every // 4), fragments) for every in range(1, 100)}
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
-        advice = told.partition("each other: ")[2]
-        assert advice.startswith(f"sync_every={max(enough)} " if enough else "for 10 rounds it needs more inner steps")
+        advice = told.partition(" of DDP. ")[2]
+        many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds it needs more inner steps"
+        assert advice.startswith(many)
