@@ -1,0 +1,164 @@
+"""What few rounds, and rounds of few inner steps, cost against DDP: with an outer momentum of 0.9, and as chosen.
+
+    python -m benchmarks.few_rounds [--workers N] [--minutes M] [--quick] [--json FILE]
+
+Two groups, and 5, 10, 20 and 40 rounds of: a mean-variance regression of 32, 128 and 512 steps, which is of 2,752
+parameters and over in seconds; fine-tuning of 500 steps, with LoRA and of all parameters, as in
+`benchmarks.finetuning`; and a training from the start, with 16 tokens per parameter. Also from the start rounds of 5
+and 10 steps. With --json every run is kept at once, and runs that the file has are not made again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import mean
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import Adam
+
+from benchmarks import comparison, finetuning, report, runs
+from benchmarks.comparison import interval
+from benchmarks.finetuning import METHODS, SEEDS, ddp, ours, paired, pretrained_weights
+from benchmarks.models import SMALL
+from benchmarks.quality import TWO_GROUPS
+from benchmarks.runs import Runs
+from benchmarks.training import Training
+from lightning_sdiloco import SimulatedGroups
+from lightning_sdiloco.algorithm.config import Settings
+
+ROUNDS = (5, 10, 20, 40)
+REGRESSIONS, REGRESSION_SEEDS = (32, 128, 512), range(20)
+SHORT = {5: 1, 10: 2}
+"""Rounds of few steps: H, and how many of them a fragment is in flight."""
+
+FROM_SCRATCH = Training(SMALL, groups=2, batch=2, lr=6e-3)
+LR = 3e-3
+"""With which groups do best from the start, where DDP does with twice as much; see `benchmarks.quality`."""
+
+
+def chosen(sync_every: int, rounds: int) -> float:
+    return Settings(sync_every=sync_every, overlap_steps=0).chosen_for(2, rounds).numbers["outer_momentum"]
+
+
+def momenta(sync_every: int, rounds: int) -> list[float]:
+    """The outer momentum of long runs, and the one that is chosen if it is another."""
+    return sorted({0.9, chosen(sync_every, rounds)}, reverse=True)
+
+
+def overlap(sync_every: int) -> int:
+    return min(5, sync_every // 4)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Regression
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def points(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    x = 8 * torch.rand(count, 1, generator=random) - 4
+    noise = (0.1 + 0.025 * x.abs()) * torch.randn(count, 1, generator=random)
+    return x, torch.sin(x) * x / 2 + noise
+
+
+def likelihood(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    told, spread = model(x).chunk(2, dim=1)
+    variance = F.softplus(spread) + 1e-4
+    return ((y - told) ** 2 / variance + variance.log()).mean() / 2
+
+
+def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: int = 32) -> float:
+    """Trains two groups, or as DDP does without choices; returns the root of the mean squared error."""
+    random = torch.Generator().manual_seed(seed)
+    x, y = points(2048, random)
+    held_out = points(1000, random)
+    models = []
+    for _ in range(1 if choices is None else 2):
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)))
+    optimizers = [Adam(model.parameters(), lr=1e-2) for model in models]
+    simulated = None
+    if choices is not None:
+        simulated = SimulatedGroups(models, [[one] for one in optimizers], **choices)
+    for _ in range(steps):
+        drawn = torch.randint(len(x), (2 * batch,), generator=random)
+        for model, optimizer, own in zip(models, optimizers, drawn.chunk(len(models)), strict=True):
+            optimizer.zero_grad()
+            likelihood(model, x[own], y[own]).backward()
+            optimizer.step()
+        if simulated is not None:
+            simulated.step()
+    if simulated is not None:
+        simulated.finish()
+    with torch.no_grad():
+        return float((models[0](held_out[0])[:, :1] - held_out[1]).square().mean().sqrt())
+
+
+def regressions(seeds: range) -> dict[str, list[float]]:
+    """By how many percent the error is above that of DDP, by setting and seed."""
+    found = {}
+    for steps in REGRESSIONS:
+        plain = [regression(seed, steps, None) for seed in seeds]
+        for rounds in ROUNDS:
+            if (every := steps // rounds) < 3:
+                continue
+            for momentum in momenta(every, rounds):
+                choices = {"sync_every": every, "overlap_steps": min(5, every // 20), "outer_momentum": momentum}
+                losses = [regression(seed, steps, choices) for seed in seeds]
+                name = f"regression of {steps} steps, {rounds} rounds, H={every}, outer_momentum={momentum:g}"
+                found[name] = [100 * (own / ddp - 1) for own, ddp in zip(losses, plain, strict=True)]
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Language
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def fine_tuned(seed: int) -> Iterator[finetuning.FineTuning]:
+    for method in METHODS:
+        yield ddp(method, seed)
+        for every in (finetuning.STEPS // rounds for rounds in ROUNDS):
+            for momentum in momenta(every, finetuning.STEPS // every):
+                yield ours(method, seed, sync_every=every, overlap_steps=overlap(every), outer_momentum=momentum)
+
+
+def from_scratch(seed: int) -> Iterator[Training]:
+    yield (base := replace(FROM_SCRATCH, seed=seed))
+    for every in [base.steps // rounds for rounds in ROUNDS] + list(SHORT):
+        for momentum in momenta(every, base.steps // every):
+            own = {"sync_every": every, "overlap_steps": SHORT.get(every, 5), "outer_momentum": momentum}
+            yield replace(base, lr=LR, choices={**TWO_GROUPS, **own})
+
+
+def pairs_of(seeds: Sequence[int]) -> dict[str, list[tuple[Training, Training]]]:
+    """Each training of language beside its DDP, by setting."""
+    found: dict[str, list[tuple[Training, Training]]] = {}
+    found |= paired(one for seed in seeds for one in fine_tuned(seed))
+    for seed in seeds[:2]:  # a minute and more each
+        plain, *others = from_scratch(seed)
+        for one in others:
+            every, tau, momentum = (one.choices[name] for name in ("sync_every", "overlap_steps", "outer_momentum"))
+            name = f"from scratch, H={every}, tau={tau}, outer_momentum={momentum:g}"
+            found.setdefault(name, []).append((one, plain))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = runs.parsed(runs.parser(__doc__), arguments)
+    settings = {} if options.quick else pairs_of(SEEDS)
+    kept = Runs("few_rounds", options.json)
+    if settings:
+        # Once, before several processes want it.
+        pretrained_weights(SMALL, 16.0)
+        wanted = [one for pairs in settings.values() for pair in pairs for one in pair]
+        kept.make(wanted, options.workers, options.minutes)
+    above = regressions(range(2) if options.quick else REGRESSION_SEEDS)
+    rows = [[name, str(len(values)), interval(values, digits=1)] for name, values in above.items()]
+    report.show("regression: % of the error above DDP's", ["setting", "seeds", "in %"], rows)
+    kept.write({name: mean(values) for name, values in above.items()})
+    comparison.tell("few rounds: two groups", comparison.compared(kept, settings), kept, options)
+
+
+if __name__ == "__main__":
+    main()
