@@ -13,7 +13,9 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -39,10 +41,21 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
 """The options that take class paths, or files with class paths."""
 
+_RATES = {"kbit": 1e-6, "Mbit": 1e-3, "Gbit": 1.0, "Tbit": 1e3}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_UNITS: Mapping[str, Mapping[str, float]] = {
+    "--params": {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12},
+    **dict.fromkeys(
+        ("--bandwidth", "--hub-bandwidth"), {**_RATES, **{f"{unit}/s": size for unit, size in _RATES.items()}}
+    ),
+    **dict.fromkeys(("--step-time", "--round-trip", "--grace"), _SECONDS),
+}
+"""The options whose numbers may have a unit, and how large that is."""
+
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns."""
-    given = sys.argv[1:] if args is None else args
+    given = _without_units(sys.argv[1:] if args is None else args)
     _search_current_folder(given)
     parser = _parser(given)
     chosen = parser.parse_args(given)
@@ -57,6 +70,21 @@ def main(args: list[str] | None = None) -> None:
     # Ranks but the first have nothing to say.
     if text:
         print(text)
+
+
+def _without_units(args: Sequence[str]) -> list[str]:
+    """Writes numbers with a unit, such as 1B or 100Mbit, as the command counts them."""
+    plain = list(args)
+    for at, arg in enumerate(args):
+        option, equals, value = arg.partition("=")
+        is_apart = not equals and at + 1 < len(args)
+        number = re.fullmatch(r"([\d.e+-]+) ?([A-Za-z/]+)", args[at + 1] if is_apart else value)
+        size = _UNITS.get(option.replace("_", "-"), {}).get(number[2]) if number else None
+        if number and size is not None:
+            with suppress(ValueError):  # no number after all
+                text = f"{float(number[1]) * size:.12g}"
+                plain[at + is_apart] = text if is_apart else f"{option}={text}"
+    return plain
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
@@ -152,7 +180,7 @@ class _Parser(ArgumentParser):
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Says what to write where an option is a setting under another name."""
+        """Says in few words what is wrong, and what was perhaps meant."""
         known = [action.dest for action in self._actions]
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         # A command that has settings has imported them, and with them torch.
@@ -164,7 +192,14 @@ class _Parser(ArgumentParser):
                 message = f"{message}: {told}"
             except TypeError:  # it has no other name
                 pass
-        super().error(message, ex)
+        options = [option for action in self._actions for option in action.option_strings if "_" not in option]
+        wrong, right = (f"--{unknown[1]}", options) if unknown else ("", [])
+        if command := re.search(r"invalid choice: '([^']+)' \(choose from ([^)]*)\)", message):
+            wrong, right = command[1], re.findall(r"[\w-]+", command[2])
+        if close := get_close_matches(wrong, right, n=1):
+            message = f"{message}\nDid you mean {close[0]}?"
+        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help shows what there is.\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -57,12 +57,12 @@ def plan(
 
     Args:
         model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
-        params: Number of parameters, in place of a model.
+        params: Number of parameters, such as 1e9 or 1B, in place of a model.
         layers: Number of layers, with --params.
         step_time: Seconds of an inner step, without anything between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
-        bandwidth: Gbit/s between a group and all others, in each direction.
+        bandwidth: Gbit/s between a group and all others, in each direction; 0.1 is 100Mbit.
         hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
         quorum: The quorum of that federation: a number of sites, or a class such as DynamicBackup, with
             --quorum.least=0.5 for its arguments. Says whom a round waits for.

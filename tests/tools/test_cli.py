@@ -47,8 +47,23 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
             Settings(sync_every=sync_every, overlap_steps=overlap_steps)
         cases.append(([f"--sync-every={sync_every}", f"--overlap-steps={overlap_steps}"], str(error.value)))
     assert not_refused_with("schedule", cases) == {}
-    assert "schedule" in refused()
+    assert "plan" in refused()
     assert "schedule" in refused("no-such-command")
+
+
+def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_lines() -> None:
+    plain = ("--params=1e9", "--layers=24", "--step-time", "0.1", "--bandwidth=0.1", "--round-trip", "0.05")
+    people = ("--params", "1B", "--layers=24", "--step_time=100ms", "--bandwidth=100Mbit/s", "--round-trip", "50 ms")
+    assert command.told("plan", *plain) == command.told("plan", *people)
+    cases = {
+        ("plna",): "Did you mean plan? sdiloco --help",
+        ("hub", "evit"): "Did you mean evict? sdiloco hub --help",
+        ("plan", "--parms=1"): "Did you mean --params? sdiloco plan --help",
+        ("plan", "--params=1Q", "--layers=2"): "1Q",
+    }
+    for args, words in cases.items():
+        assert words in refused(*args)
+        assert "usage" not in refused(*args)
 
 
 def test_every_option_has_help() -> None:
