@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from gpt import GPT
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from muon import muon_and_adamw, require_muon
@@ -177,6 +177,15 @@ def bytes_sent(trainer: Trainer, model: LightningModule) -> int:
 def fingerprint(model: LightningModule) -> str:
     """Returns a digest of all parameters: the same for the same bits."""
     return hashlib.sha256(b"".join(p.detach().cpu().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+class StepCount(Callback):
+    """Prints the inner steps on the way, for a program that draws its own progress."""
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and (trainer.global_step % 20 == 0 or trainer.global_step == trainer.max_steps):
+            print(f"step {trainer.global_step}", flush=True)
 
 
 class PretrainCLI(LightningCLI):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import torch
 import yaml
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from lightning_sdiloco.algorithm.config import Settings
@@ -92,22 +94,32 @@ def training_command(setting: str, steps: int, result: Path) -> list[str]:
         command += ["--config", str(CONFIGURATIONS / f"{name}.yaml")]
     command += [f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={-(-steps // POINTS)}"]
     command += ["--trainer.enable_checkpointing=false", "--trainer.enable_model_summary=false"]
-    # Drawn in every step, the bar would take a good part of a step as short as these.
-    command += ["--trainer.callbacks=RichProgressBar", "--trainer.callbacks.refresh_rate=20"]
+    command += ["--trainer.enable_progress_bar=false", "--trainer.callbacks=__main__.StepCount"]
     return [*command, f"--result={result}"]
 
 
 def train(setting: str, steps: int, console: Console) -> dict[str, Any]:
-    """Trains one setting with its progress bar on the terminal, and returns what it wrote down."""
+    """Trains one setting with a progress bar on the terminal, and returns what it wrote down."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / f"{setting}.json"
         command = training_command(setting, steps, result)
-        console.rule(SETTINGS[setting])
         console.print(
             f"$ {shlex.join(['python', *command[1:]])}", style="dim", soft_wrap=True, highlight=False, markup=False
         )
-        process = subprocess.run(command, check=False)
+        said: list[str] = []
+        with (
+            Progress(*Progress.get_default_columns(), console=console) as progress,
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        ):
+            bar = progress.add_task(SETTINGS[setting], total=steps)
+            assert process.stdout is not None
+            for line in process.stdout:
+                if made := re.fullmatch(r"step (\d+)\n", line):
+                    progress.update(bar, completed=int(made[1]))
+                else:
+                    said.append(line)
         if process.returncode != 0:
+            console.print("".join(said[-60:]), highlight=False, markup=False)
             raise SystemExit(f"The setting {setting!r} ended with exit code {process.returncode}; its error is above.")
         return json.loads(result.read_text(encoding="utf-8"))
 
