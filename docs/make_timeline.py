@@ -1,4 +1,4 @@
-"""Draws the timeline of README and documentation from the real schedule: python docs/make_timeline.py.
+"""Draws the timeline of the pages from the real schedule, light and dark: python docs/make_timeline.py.
 
 Two worker groups train without pause; one fragment after the other launches, is in flight for a few inner steps, and
 lands. The same schedule gives the same files, byte for byte.
@@ -6,16 +6,13 @@ lands. The same schedule gives the same files, byte for byte.
 
 from pathlib import Path
 
-import matplotlib as mpl
-
-mpl.use("Agg")
-
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
 from lightning_sdiloco import Schedule
+from lightning_sdiloco.tools.output import save_picture
 
 SCHEDULE = Schedule(sync_every=16, overlap_steps=3, fragments=4)
 FIRST, LAST = 15, 40
@@ -26,9 +23,8 @@ STEPS = (1.0, 11.9)
 FIRST_FRAGMENT = (2.1, 7.6)
 LINK = (5.85, 6.85)
 
-INK, QUIET = "#263238", "#607d8b"
-BOX, LINE, SLOW = "#eceff1", "#cfd8dc", "#fff8e1"
-COLORS = ("#1e88e5", "#e53935", "#2e9e50", "#8e24aa")
+QUIET = "C9"
+COLORS = ("C0", "C1", "C2", "C3")
 
 
 def flights() -> list[tuple[int, int]]:
@@ -41,12 +37,14 @@ def draw_group(axes: Axes, group: int) -> None:
     """Draws the inner steps of a worker group, and a row for each fragment."""
     row = STEPS[group]
     for step in range(FIRST, LAST + 1):
-        axes.add_patch(Rectangle((step - 1, row - 0.36), 1, 0.72, facecolor=BOX, edgecolor="white", linewidth=1.5))
-        axes.text(step - 0.5, row + 0.02, str(step), ha="center", va="center", color=INK, fontsize=8)
+        axes.add_patch(Rectangle((step - 0.97, row - 0.36), 0.94, 0.72, facecolor=QUIET, alpha=0.15, linewidth=0))
+        axes.text(step - 0.5, row + 0.02, str(step), ha="center", va="center", fontsize=8)
     label(axes, row, "inner steps")
     for fragment in range(SCHEDULE.fragments):
         label(axes, FIRST_FRAGMENT[group] + fragment, f"fragment {fragment}")
-        axes.plot([FIRST - 1, LAST], [FIRST_FRAGMENT[group] + fragment] * 2, color=LINE, linewidth=1, zorder=0)
+        axes.plot(
+            [FIRST - 1, LAST], [FIRST_FRAGMENT[group] + fragment] * 2, color=QUIET, alpha=0.4, linewidth=1, zorder=0
+        )
     middle = (row + FIRST_FRAGMENT[group] + (SCHEDULE.fragments - 1) * (1 - group)) / 2
     axes.text(
         FIRST - 5.6,
@@ -55,15 +53,13 @@ def draw_group(axes: Axes, group: int) -> None:
         rotation=90,
         ha="center",
         va="center",
-        color=INK,
         fontsize=12,
-        weight="bold",
     )
 
 
 def label(axes: Axes, row: float, text: str) -> None:
     """Writes the name of a row to its left."""
-    axes.text(FIRST - 1.4, row, text, ha="right", va="center", color=INK, fontsize=10)
+    axes.text(FIRST - 1.4, row, text, ha="right", va="center", fontsize=10)
 
 
 def draw_flight(axes: Axes, fragment: int, step: int) -> None:
@@ -73,8 +69,8 @@ def draw_flight(axes: Axes, fragment: int, step: int) -> None:
     rows = [first + fragment for first in FIRST_FRAGMENT]
     for row in rows:
         axes.plot([step, lands], [row, row], color=color, linewidth=7, alpha=0.3, solid_capstyle="butt", zorder=2)
-        axes.plot(step, row, marker=">", markersize=9, color=color, markeredgecolor="white", zorder=4)
-        axes.plot(lands, row, marker="o", markersize=9, color=color, markeredgecolor="white", zorder=4)
+        axes.plot(step, row, marker=">", markersize=9, color=color, markeredgewidth=0, zorder=4)
+        axes.plot(lands, row, marker="o", markersize=9, color=color, markeredgewidth=0, zorder=4)
     middle = step + SCHEDULE.overlap_steps / 2
     arrow = {"arrowstyle": "<->", "color": color, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (middle, rows[0] + 0.12), (middle, rows[1] - 0.12), arrowprops=arrow, zorder=3)
@@ -83,7 +79,7 @@ def draw_flight(axes: Axes, fragment: int, step: int) -> None:
 def draw_link(axes: Axes) -> None:
     """Draws the slow link that the groups are joined by."""
     top, bottom = LINK
-    axes.add_patch(Rectangle((FIRST - 1, top), LAST - FIRST + 1, bottom - top, facecolor=SLOW, edgecolor="none"))
+    axes.add_patch(Rectangle((FIRST - 1, top), LAST - FIRST + 1, bottom - top, facecolor="C4", alpha=0.2, linewidth=0))
     label(axes, (top + bottom) / 2, "slow link")
 
 
@@ -95,7 +91,7 @@ def draw_measures(axes: Axes) -> None:
         axes.plot([step, step], [-0.2, FIRST_FRAGMENT[0]], color=QUIET, linewidth=0.8, linestyle=":", zorder=1)
     landing = first + SCHEDULE.overlap_steps
     text = f"overlap_steps = {SCHEDULE.overlap_steps}"
-    style = {"va": "center", "color": QUIET, "fontsize": 9, "backgroundcolor": "white"}
+    style = {"va": "center", "color": QUIET, "fontsize": 9, "backgroundcolor": axes.get_facecolor()}
     axes.text(landing + 0.5, FIRST_FRAGMENT[0] - 0.02, text, **style)
 
 
@@ -104,7 +100,9 @@ def measure(axes: Axes, start: float, end: float, row: float, text: str) -> None
     arrow = {"arrowstyle": "<->", "color": QUIET, "linewidth": 1, "shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (start, row), (end, row), arrowprops=arrow)
     middle = (start + end) / 2
-    axes.text(middle, row, text, ha="center", va="center", color=QUIET, fontsize=9, backgroundcolor="white")
+    axes.text(
+        middle, row, text, ha="center", va="center", color=QUIET, fontsize=9, backgroundcolor=axes.get_facecolor()
+    )
 
 
 def draw_legend(axes: Axes) -> None:
@@ -120,14 +118,13 @@ def draw_legend(axes: Axes) -> None:
         ncols=3,
         frameon=False,
         fontsize=10,
-        labelcolor=INK,
     )
 
 
-def main() -> None:
-    """Writes both files."""
-    plt.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": "timeline"})
-    figure, axes = plt.subplots(figsize=(8.4, 5.2), facecolor="white")
+def draw(figure: Figure) -> None:
+    """Draws all of it."""
+    figure.set_layout_engine("none")
+    axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(FIRST - 6.2, LAST + 0.3)
     axes.set_ylim(13.3, -0.6)
     axes.axis("off")
@@ -138,12 +135,7 @@ def main() -> None:
     for fragment, step in flights():
         draw_flight(axes, fragment, step)
     draw_legend(axes)
-    figure.subplots_adjust(left=0, right=1, top=1, bottom=0)
-    IMAGES.mkdir(exist_ok=True)
-    figure.savefig(IMAGES / "timeline.svg", metadata={"Date": None, "Creator": None})
-    figure.savefig(IMAGES / "timeline.png", dpi=190, metadata={"Software": None})
-    plt.close(figure)
 
 
 if __name__ == "__main__":
-    main()
+    save_picture(str(IMAGES / "timeline.svg"), draw, (8.4, 5.2))

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_sdiloco.lightning.monitor import Rank, Run
-from lightning_sdiloco.tools.demo import dress, in_themes
+from lightning_sdiloco.tools.output import save_picture
 
-COLORS = ("blue", "green", "orange")
+COLORS = ("C0", "C2", "C4")
 PAUSE = 1.0
 """Seconds without an inner step that are drawn as a pause."""
 
@@ -63,38 +63,34 @@ def training(rank: Rank) -> list[tuple[float, float]]:
 
 def draw(folder: Path, runs: Mapping[str, Run], at: Mapping[str, float], killed: str) -> list[Path]:
     """Draws when each site trained and counted, and its loss, for light and for dark pages; returns the files."""
-    return in_themes(folder, "federation", lambda theme: figure(runs, at, killed, theme))
 
+    def drawn(figure: Any) -> None:
+        rows, losses = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+        seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
+        for row, (name, run) in enumerate(runs.items()):
+            color, rank = COLORS[row % len(COLORS)], run.heads[0]
+            spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
+            rows.broken_barh(spans, (row - 0.3, 0.6), color="C9", alpha=0.4, linewidth=0)
+            moments = [one.spans["land"][1] - at["founded"] for one in seen_by.landings if name in one.sites]
+            rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
+            losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
+        for axes in (rows, losses):
+            axes.grid(visible=False, axis="y")
+            for moment in ("killed", "started", "back"):
+                axes.axvline(at[moment] - at["founded"], color="C1", linewidth=1, linestyle=":")
+        marks = {"killed": f"{killed}: kill -9", "started": "started again", "back": "counts again"}
+        for number, (moment, text) in enumerate(marks.items()):
+            place = at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)
+            side = "left" if number else "right"
+            rows.annotate(text, place, color="C1", ha=side, va="top", fontsize=8, annotation_clip=False)
+        rows.set_yticks(range(len(runs)), list(runs))
+        rows.set_ylim(len(runs) + 0.1, -0.5)
+        rows.set_title("grey: trains; a mark: counts in a round", fontsize=9, loc="left")
+        losses.set_xlabel("seconds since the run was founded")
+        losses.set_ylabel("training loss")
+        losses.legend(loc="upper right")
 
-def figure(runs: Mapping[str, Run], at: Mapping[str, float], killed: str, theme: dict[str, str]) -> Any:
-    """Draws the picture in one theme."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(8.4, 4.2), facecolor=theme["paper"], layout="constrained")
-    rows, losses = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    seen_by = next(run.heads[0] for name, run in runs.items() if name != killed)
-    for row, (name, run) in enumerate(runs.items()):
-        color, rank = theme[COLORS[row % len(COLORS)]], run.heads[0]
-        spans = [(began - at["founded"], ended - began) for began, ended in training(rank)]
-        rows.broken_barh(spans, (row - 0.3, 0.6), color=theme["bar"], linewidth=0)
-        moments = [one.spans["land"][1] - at["founded"] for one in seen_by.landings if name in one.sites]
-        rows.plot(moments, [row] * len(moments), "|", color=color, markersize=13)
-        losses.plot(*smooth(rank, at["founded"]), color=color, linewidth=1.4, label=name)
-    for axes in (rows, losses):
-        dress(axes, theme, grid="x")
-        for moment in ("killed", "started", "back"):
-            axes.axvline(at[moment] - at["founded"], color=theme["red"], linewidth=1, linestyle=":")
-    marks = {"killed": f"{killed}: kill -9", "started": "started again", "back": "counts again"}
-    for number, (moment, text) in enumerate(marks.items()):
-        place, side = (at[moment] - at["founded"], len(runs) - 0.5 + 0.3 * (number == 2)), "left" if number else "right"
-        rows.annotate(text, place, color=theme["red"], ha=side, va="top", fontsize=8, annotation_clip=False)
-    rows.set_yticks(range(len(runs)), list(runs))
-    rows.set_ylim(len(runs) + 0.1, -0.5)
-    rows.set_title("grey: trains; a mark: counts in a round", color=theme["quiet"], fontsize=9, loc="left")
-    losses.set_xlabel("seconds since the run was founded", color=theme["ink"])
-    losses.set_ylabel("training loss", color=theme["ink"])
-    losses.legend(frameon=False, labelcolor=theme["ink"], loc="upper right")
-    return drawn
+    return save_picture(str(folder / "federation.svg"), drawn, (8.4, 4.2))
 
 
 def smooth(rank: Rank, zero: float) -> tuple[list[float], list[float]]:

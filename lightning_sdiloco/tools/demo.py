@@ -15,7 +15,6 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import DataParallel, Streaming, play
 from lightning_sdiloco.planning.units import readable
 from lightning_sdiloco.planning.workload import Groups, Model
+from lightning_sdiloco.tools.output import save_picture
 
 PACKAGE = Path(__file__).parents[1]
 # The wheel carries the examples inside the package; in a clone they lie beside it. Relative, so that the commands
@@ -52,19 +52,7 @@ LINK_NAME = "100 Mbit/s with a round trip of 50 ms"
 MEMORY_RATE = 10e9
 """Bytes per second that a core of a CPU reads and writes."""
 
-THEMES = {
-    "": {
-        **{"paper": "#ffffff", "ink": "#1f2933", "quiet": "#5f6c7b", "grid": "#d9dfe6", "bar": "#c4cfda"},
-        **{"grey": "#5f6c7b", "blue": "#1f6fd6", "green": "#1d8f5a", "orange": "#d9541e", "red": "#d32f2f"},
-    },
-    "-dark": {
-        **{"paper": "#171c22", "ink": "#e6ebf0", "quiet": "#9fb0c0", "grid": "#34404c", "bar": "#4a5866"},
-        **{"grey": "#b0bec5", "blue": "#6fb1ff", "green": "#5fd49b", "orange": "#ff9b63", "red": "#ff6b6b"},
-    },
-}
-"""Colors for light and for dark pages."""
-
-COLORS = {"ddp": "grey", "diloco": "orange", "streaming_fp4": "blue"}
+COLORS = {"ddp": "C9", "diloco": "C4", "streaming_fp4": "C0"}
 
 
 def demo(
@@ -228,44 +216,16 @@ def short(seconds: float) -> str:
 
 def draw(folder: Path, results: dict[str, dict[str, Any]]) -> list[Path]:
     """Draws the loss over the time on the link, and returns the files."""
-    return in_themes(folder, "demo", lambda theme: figure(theme, results))
 
+    def drawn(figure: Any) -> None:
+        axes = figure.subplots()
+        for setting, result in results.items():
+            losses, minutes = list(result["val_losses"].values()), [at / 60 for at in result["link_seconds"].values()]
+            label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
+            axes.plot(minutes, losses, "o-", color=COLORS[setting], markersize=4, label=label)
+        axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed")
+        axes.set_ylabel("validation loss, measured")
+        axes.set_xlim(left=0)
+        axes.legend()
 
-def in_themes(folder: Path, name: str, figure: Callable[[dict[str, str]], Any]) -> list[Path]:
-    """Draws a picture for light and for dark pages, and returns the files."""
-    import matplotlib as mpl
-
-    # With a salt of its own, and without a date, the same numbers give the same file.
-    mpl.rcParams.update({"font.family": "DejaVu Sans", "svg.hashsalt": name})
-    paths = []
-    for suffix, theme in THEMES.items():
-        paths.append(folder / f"{name}{suffix}.svg")
-        figure(theme).savefig(paths[-1], metadata={"Date": None})
-    return paths
-
-
-def dress(axes: Any, theme: dict[str, str], grid: Literal["x", "both"] = "both") -> None:
-    """Gives axes the colors of a theme."""
-    axes.set_facecolor(theme["paper"])
-    axes.grid(color=theme["grid"], linewidth=0.7, axis=grid)
-    axes.tick_params(colors=theme["quiet"], length=0, pad=6)
-    for side in axes.spines.values():
-        side.set_visible(False)
-
-
-def figure(theme: dict[str, str], results: dict[str, dict[str, Any]]) -> Any:
-    """Draws the picture in one theme."""
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(8.4, 3.6), facecolor=theme["paper"], layout="constrained")
-    axes = drawn.add_subplot()
-    dress(axes, theme)
-    for setting, result in results.items():
-        losses, minutes = list(result["val_losses"].values()), [at / 60 for at in result["link_seconds"].values()]
-        label = f"{SETTINGS[setting]}: loss {losses[-1]:.3f} after {short(60 * minutes[-1])}"
-        axes.plot(minutes, losses, "o-", color=theme[COLORS[setting]], markersize=4, label=label)
-    axes.set_xlabel(f"minutes on a link of {LINK_NAME}, computed", color=theme["ink"])
-    axes.set_ylabel("validation loss, measured", color=theme["ink"])
-    axes.set_xlim(left=0)
-    axes.legend(facecolor=theme["paper"], edgecolor="none", framealpha=1, labelcolor=theme["ink"])
-    return drawn
+    return save_picture(str(folder / "demo.svg"), drawn, (8.4, 3.6))

@@ -135,12 +135,16 @@ def drawn(
     size: tuple[float, float] = (8.4, 4.3),
     dpi: int = 190,
 ) -> bytes:
-    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the same picture."""
+    """Draws on a figure of matplotlib, and returns the file: without a date, the same bytes for the same picture.
+
+    The theme's lines are C0 to C9 there.
+    """
     import matplotlib as mpl
+    from cycler import cycler
     from matplotlib.figure import Figure
 
     file = io.BytesIO()
-    with mpl.rc_context(theme.style):
+    with mpl.rc_context({**theme.style, "axes.prop_cycle": cycler(color=theme.lines)}):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure)
         metadata = {"Date": None} if format == "svg" else {"Software": None}
@@ -148,9 +152,14 @@ def drawn(
     return file.getvalue()
 
 
-def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)) -> None:
+def save_picture(path: str, draw: Callable[[Any], None], size: tuple[float, float] = (8.4, 4.3)) -> list[Path]:
+    """Draws a picture for light pages and, with -dark in its name, for dark ones; returns both files."""
     require_drawable(path)
+    light = Path(path)
+    files = {light: LIGHT, light.with_stem(f"{light.stem}-dark"): DARK}
     try:
-        Path(path).write_bytes(drawn(draw, Path(path).suffix[1:], size=size))
+        for file, theme in files.items():
+            file.write_bytes(drawn(draw, light.suffix[1:], theme, size))
     except OSError as error:
         raise ValueError(f"picture={path!r} cannot be written ({error}). Give another file.") from error
+    return list(files)

@@ -23,7 +23,7 @@ from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import Memory, Streaming
 from lightning_sdiloco.planning.units import readable, readable_rate, short
 from lightning_sdiloco.planning.workload import Groups, Model
-from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
+from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
 
 MakeModel = Callable[[], nn.Module]
 
@@ -425,11 +425,11 @@ Curves = Mapping[str, Callable[[float], float]]
 
 # Label, color and line of each method.
 _LINES: Mapping[str, tuple[str, str, str]] = {
-    "ddp": ("DDP", LIGHT.line(9), "-"),
-    "diloco": ("DiLoCo", LIGHT.line(3), "-"),
-    "streaming": ("Streaming DiLoCo", LIGHT.line(0), "--"),
-    "streaming_overlap": ("Streaming with overlap", LIGHT.line(2), "-"),
-    "streaming_overlap_fp4": ("Streaming with overlap, FP4", LIGHT.line(1), "-"),
+    "ddp": ("DDP", "C9", "-"),
+    "diloco": ("DiLoCo", "C3", "-"),
+    "streaming": ("Streaming DiLoCo", "C0", "--"),
+    "streaming_overlap": ("Streaming with overlap", "C2", "-"),
+    "streaming_overlap_fp4": ("Streaming with overlap, FP4", "C1", "-"),
 }
 _POINTS_PER_DECADE = 40
 
@@ -445,7 +445,7 @@ def _draw(path: str, panels: Mapping[str, Curves], first: int, last: int, mark: 
                 label, color, line = _LINES[name]
                 axes.plot(points, [curve(point) for point in points], color=color, linestyle=line, label=label)
             if mark is not None:
-                axes.axvline(mark, color=LIGHT.quiet, linestyle=":", label=f"this link: {mark:g} Gbit/s")
+                axes.axvline(mark, color="C9", linestyle=":", label=f"this link: {mark:g} Gbit/s")
             axes.set(title=title, xlabel="Gbit/s between groups", xscale="log", xlim=(points[0], points[-1]))
             axes.set_ylim(0, 1.02)
             axes.set_yticks([0, 0.25, 0.5, 0.75, 0.95], ["0 %", "25 %", "50 %", "75 %", "95 %"])

@@ -25,7 +25,7 @@ from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, Times, play
 from lightning_sdiloco.planning.units import STUDENT_T, half_width, readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups
-from lightning_sdiloco.tools.output import LIGHT, percent, plain, require_drawable, save_picture, table
+from lightning_sdiloco.tools.output import percent, plain, require_drawable, save_picture, table
 from lightning_sdiloco.tools.simulate.groups import LAST, Configuration, Run, check, class_at, run
 from lightning_sdiloco.tools.simulate.sites import FederatedRun, Places, play_sites
 
@@ -540,7 +540,7 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
         if label in colors:
             label, color = "_another seed of it", colors[label]  # an underscore keeps it out of the legend
         else:
-            color = colors[label] = LIGHT.line(len(colors))
+            color = colors[label] = f"C{len(colors) % 10}"
         if outcome.prediction is not None and name != _IN_BYTES:
             spent = max(outcome.prediction.times, key=lambda times: times.end).steps
         else:
@@ -554,10 +554,10 @@ def draw(outcomes: Sequence[Outcome], figure: Any) -> None:
         right.plot([spent[math.ceil(step) - 1] / unit for step in steps], losses, color=color)
         validated = [(one.step, one.loss) for one in run.validations if one.loss is not None]
         for step, loss in validated:
-            left.plot(step, loss, "o", color=color, markersize=5, mec="white")
-            right.plot(spent[max(0, step - 1)] / unit, loss, "o", color=color, markersize=5, mec="white")
+            left.plot(step, loss, "o", color=color, markersize=5, mec=figure.get_facecolor())
+            right.plot(spent[max(0, step - 1)] / unit, loss, "o", color=color, markersize=5, mec=figure.get_facecolor())
         if validated and index == 0:
-            left.plot([], [], "o", color=LIGHT.ink, markersize=5, label="outer model, validation")
+            left.plot([], [], "o", color="C9", markersize=5, label="outer model, validation")
     _finish(figure, left, right, name if name == _IN_BYTES else f"{name}, predicted")
 
 
@@ -569,8 +569,8 @@ def draw_sites(run: FederatedRun, figure: Any) -> None:
         batches, losses = _smooth(site.group.losses)
         scale = len(site.times) / max(1, len(site.group.losses))
         steps = [max(1, math.ceil(batch * scale)) for batch in batches]
-        left.plot(steps, losses, color=LIGHT.line(index), label=f"site {index}")
-        right.plot([site.times[step - 1] / unit for step in steps], losses, color=LIGHT.line(index))
+        left.plot(steps, losses, color=f"C{index % 10}", label=f"site {index}")
+        right.plot([site.times[step - 1] / unit for step in steps], losses, color=f"C{index % 10}")
     _finish(figure, left, right, f"{name}, virtual")
 
 
