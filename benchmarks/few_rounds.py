@@ -28,7 +28,7 @@ from lightning_sdiloco import SimulatedGroups
 from lightning_sdiloco.algorithm.config import Settings
 
 ROUNDS = (5, 10, 20, 40)
-REGRESSIONS, REGRESSION_SEEDS = (32, 128, 512), range(20)
+REGRESSIONS, REGRESSION_SEEDS = (32, 128, 512), range(10)
 SHORT = {5: 1, 10: 2}
 """Rounds of few steps: H, and how many of them a fragment is in flight."""
 
