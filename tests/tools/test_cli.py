@@ -153,6 +153,21 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
     assert "No settings reach 95 % on this link; closest" in text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1")
 
 
+def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
+    """Each text of the page is a part of what the command before it prints."""
+    root = Path(__file__).parents[2]
+    printed, compared = "", 0
+    page = (root / "docs" / "planner.md").read_text()
+    for kind, block in re.findall(r"^```(console|text)\n(.*?)^```$", page, re.M | re.S):
+        if kind == "text":
+            compared += 1
+            assert block.rstrip() in re.sub(r" +$", "", printed, flags=re.M)
+        else:
+            first = block.replace("\\\n", " ").split("$ sdiloco ")[1].replace("examples/", f"{root}/examples/")
+            printed = command.told(*first.split())
+    assert compared >= 4
+
+
 def test_table_4_is_printed() -> None:
     entries = json.loads(text_of("--paper-table-4", "--format", "json"))
     assert entries == [entry._asdict() for entry in table_4()]
