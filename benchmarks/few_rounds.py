@@ -37,22 +37,10 @@ LR = 3e-3
 """With which groups do best from the start, where DDP does with twice as much; see `benchmarks.quality`."""
 
 
-def chosen(sync_every: int, rounds: int) -> float:
-    return Settings(sync_every=sync_every, overlap_steps=0).chosen_for(2, rounds).numbers["outer_momentum"]
-
-
 def momenta(sync_every: int, rounds: int) -> list[float]:
     """The outer momentum of long runs, and the one that is chosen if it is another."""
-    return sorted({0.9, chosen(sync_every, rounds)}, reverse=True)
-
-
-def overlap(sync_every: int) -> int:
-    return min(5, sync_every // 4)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Regression
-# ---------------------------------------------------------------------------------------------------------------------
+    chosen = Settings(sync_every=sync_every, overlap_steps=0).chosen_for(2, rounds)
+    return sorted({0.9, chosen.numbers["outer_momentum"]}, reverse=True)
 
 
 def points(count: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -77,9 +65,7 @@ def regression(seed: int, steps: int, choices: dict[str, float] | None, batch: i
         torch.manual_seed(seed)
         models.append(nn.Sequential(nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)))
     optimizers = [Adam(model.parameters(), lr=1e-2) for model in models]
-    simulated = None
-    if choices is not None:
-        simulated = SimulatedGroups(models, [[one] for one in optimizers], **choices)
+    simulated = None if choices is None else SimulatedGroups(models, [[one] for one in optimizers], **choices)
     for _ in range(steps):
         drawn = torch.randint(len(x), (2 * batch,), generator=random)
         for model, optimizer, own in zip(models, optimizers, drawn.chunk(len(models)), strict=True):
@@ -110,17 +96,12 @@ def regressions(seeds: range) -> dict[str, list[float]]:
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Language
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def fine_tuned(seed: int) -> Iterator[finetuning.FineTuning]:
     for method in METHODS:
         yield ddp(method, seed)
         for every in (finetuning.STEPS // rounds for rounds in ROUNDS):
             for momentum in momenta(every, finetuning.STEPS // every):
-                yield ours(method, seed, sync_every=every, overlap_steps=overlap(every), outer_momentum=momentum)
+                yield ours(method, seed, sync_every=every, overlap_steps=min(5, every // 4), outer_momentum=momentum)
 
 
 def from_scratch(seed: int) -> Iterator[Training]:

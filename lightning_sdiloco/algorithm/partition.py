@@ -164,11 +164,10 @@ def _blocks_below(prefix: str, names: list[str], vectors: set[str]) -> list[list
 def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
     """Returns the children that are alike, if there are at least two and they hold at least half of the parameters."""
     inner = {child: {name[len(prefix) + len(child) + 1 :] for name in names} for child, names in numbered.items()}
-
-    def are_alike(one: set[str], other: set[str]) -> bool:
-        return len(one & other) / min(len(one), len(other)) >= _ALIKE
-
-    alike = [{other for other in inner if are_alike(inner[child], inner[other])} for child in inner]
+    alike = [
+        {other for other in inner if len(own & inner[other]) / min(len(own), len(inner[other])) >= _ALIKE}
+        for own in inner.values()
+    ]
     most = max(alike, key=lambda children: sum(len(inner[child]) for child in children), default=set())
     held = sum(len(inner[child]) for child in most)
     return most if len(most) >= 2 and 2 * held >= sum(map(len, inner.values())) else set()

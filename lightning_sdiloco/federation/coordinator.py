@@ -210,10 +210,6 @@ class Coordinator:
             for seq in self._numbers[fragment][at.round - base.round :][:1]:
                 yield Record.from_bytes(next(self.journal.read(seq - 1))[1])
 
-    def _tidy(self, kept: Sequence[int]) -> None:
-        """Drops the blobs that nothing names: no record since, open contribution, snapshot, or state on its way."""
-        self.store.retain(self._needed(kept))
-
     def _needed(self, kept: Sequence[int]) -> set[str]:
         self._handed = [own for own in self._handed if own[0] > self._clock()]
         given = [request.given[1] for request in self._requests.values() if request.given]
@@ -763,7 +759,8 @@ class Coordinator:
                 self._call()
             if now >= self._tidy_at:
                 self._tidy_at = now + _TIDY_EVERY
-                self._tidy(ledger.kept)
+                # What nothing names goes: no record since, open contribution, snapshot, or state on its way.
+                self.store.retain(self._needed(ledger.kept))
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:

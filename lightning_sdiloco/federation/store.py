@@ -146,7 +146,8 @@ class SQLiteLedger:
                 # A copy of its own, without a journal beside it.
                 copy.execute("pragma journal_mode = delete").fetchall()
             new.chmod(0o600)
-            write_through(new)
+            with new.open("rb+") as file:
+                os.fsync(file.fileno())
             new.replace(path)
             sync_folder(path.parent)
         except sqlite3.Error as error:
@@ -454,11 +455,6 @@ def write_synced(path: Path, data: Bytes) -> None:
     except BaseException:
         path.unlink()
         raise
-
-
-def write_through(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

@@ -76,7 +76,7 @@ def plan(
         overlap_steps: Inner steps between the launch of a fragment and its landing.
         fragments: How the model is cut: strided or sequential, with the repeated blocks in a fragment behind it, as in
             strided:3, or as many as make some eight fragments, at most three; balanced, or a number of fragments.
-        compression: How outer gradients are encoded: fp32, bf16 or fp4.
+        compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for the bytes in all.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
         paper_table_4: Reproduce Table 4 of the paper instead, in its idealisation.

@@ -397,7 +397,7 @@ class Hub(Process):
             self.close()
             self.world.judge.closes(self)
             if self.disk.is_real and self.world.random.random() < 0.02:
-                self.coordinator._tidy(self.ledger.kept)
+                self.coordinator.store.retain(self.coordinator._needed(self.ledger.kept))
         self.world.after(TICK, self.ticks)
 
     def close(self) -> None:
