@@ -56,8 +56,12 @@ chaos soak: $(VENV)/.installed-test
 
 foreign:
 	$(MAKE) .venv-foreign/.installed-foreign VENV=.venv-foreign
-	@# litgpt asks for older releases of what the others need, and runs with these.
-	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) litgpt
+	@# These ask for older releases of what the others need, and run with the newer ones.
+	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) \
+	  litgpt pytorch-tabular
+	@# In a folder of their own: see tests/foreign/__init__.py.
+	.venv-foreign/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint $(CONSTRAINTS) \
+	  --upgrade --target .venv-foreign/vision anomalib kornia lightly segmentation-models-pytorch timm torchgeo torchvision
 	OMP_NUM_THREADS=1 .venv-foreign/bin/python -m pytest -m foreign $(PYTEST_ARGS) tests/foreign tests/lightning/test_loggers.py
 
 oldest: build/constraints-oldest.txt

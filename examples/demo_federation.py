@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,11 @@ from text_data import StandardLibraryText
 
 from lightning_sdiloco.federation.client import HubClient
 from lightning_sdiloco.federation.keys import add_keys, init_keys
-from lightning_sdiloco.lightning.monitor import Run, read_run
+from lightning_sdiloco.launch.rendezvous import try_to_connect
+from lightning_sdiloco.lightning.monitor import Rank, read_run
 from lightning_sdiloco.tools.hub import STATES, HubOptions, asked, status_of
 
-# Relative, so that the commands printed can be read, and typed, in the folder where the demo was started.
+# Relative, so that the commands printed can be typed in the folder where the demo was started.
 EXAMPLES = Path(os.path.relpath(Path(__file__).parent))
 RUN = "demo"
 SITES = ("site-a", "site-b", "site-c")
@@ -51,7 +52,6 @@ PATIENCE = 120.0
 
 
 def free_port() -> int:
-    """Returns a port that nobody uses now."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
 
@@ -64,19 +64,14 @@ class Site:
     folder: Path
     port: int
     process: subprocess.Popen[bytes] | None = None
-    step: int = 0
-    loss: float | None = None
-    counted: list[tuple[float, list[str]]] = field(default_factory=list)
-    read: int = 0
+    seen: Rank | None = None
 
     @property
     def records(self) -> Path:
-        """The folder of its monitor."""
         return self.folder / "sdiloco"
 
     @property
     def checkpoint(self) -> Path:
-        """What it goes on from."""
         return self.folder / "last.ckpt"
 
     def configure(self, hub: str, keys: Path) -> None:
@@ -118,7 +113,6 @@ class Site:
         return [*command, "--ckpt_path", str(self.checkpoint)] if self.checkpoint.exists() else command
 
     def start(self) -> None:
-        """Starts it."""
         with (self.folder / "log.txt").open("ab") as log:
             environment = {**os.environ, "MASTER_PORT": str(self.port), "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, env=environment)
@@ -131,33 +125,11 @@ class Site:
             self.process = None
 
     def look(self) -> None:
-        """Reads what its monitor has added."""
-        path = self.records / "rank_00000.jsonl"
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self.read)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self.read += len(line)
-                    self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        try:
-            told = json.loads(line)
-        except json.JSONDecodeError:
-            return  # the last line before it was killed
-        if told["kind"] in ("start", "step"):
-            self.step = told["step"]
-        elif told["kind"] == "loss":
-            self.loss = told["loss"]
-        elif told["kind"] == "landing":
-            self.counted.append((told["spans"]["land"][1], told["sites"]))
+        with suppress(ValueError):  # there is no inner step yet
+            self.seen = read_run(self.records).heads[0]
 
 
 class Demo:
-    """A hub, its sites, and what happens to them."""
-
     def __init__(self, folder: Path, seconds: float, console: Console) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -166,11 +138,9 @@ class Demo:
         self.sites = {name: Site(name, folder / name, free_port()) for name in SITES}
         self.process: subprocess.Popen[bytes] | None = None
         self.status: dict[str, Any] = {}
-        self.events: list[tuple[float, str]] = []
         self.began = time.time()
 
     def prepare(self) -> None:
-        """Makes the text, and keys for everybody."""
         StandardLibraryText().prepare_data()
         self.show(["sdiloco", "keys", "init", str(self.keys), "--run", RUN])
         init_keys(self.keys, RUN)
@@ -180,7 +150,6 @@ class Demo:
         add_keys(self.keys, "operator", "operator")
 
     def start(self) -> None:
-        """Starts the hub and all sites."""
         command = ["hub", "--run", RUN, "--keys", str(self.keys), "--sites", str(len(SITES)), "--listen", self.hub]
         command += ["--ledger", str(self.folder / "hub.sqlite")]
         self.show(["sdiloco", *command])
@@ -193,13 +162,10 @@ class Demo:
         self.note("a hub and three sites are started, each a process of its own")
 
     def show(self, command: Sequence[str]) -> None:
-        """Prints a command."""
         self.console.print(f"$ {shlex.join(command)}", style="dim", soft_wrap=True, highlight=False, markup=False)
 
     def note(self, what: str) -> float:
-        """Notes that something happened, and returns when."""
         now = time.time()
-        self.events.append((now, what))
         self.console.print(f"{now - self.began:5.0f} s  {what}", highlight=False, soft_wrap=True)
         return now
 
@@ -207,18 +173,17 @@ class Demo:
 
     def play(self) -> dict[str, float]:
         """Trains, kills a site, brings it back, and ends the run; returns when what happened."""
-        keys = str(self.keys / "operator.bundle")
         with Live(self.table(), console=self.console, auto_refresh=False, transient=True) as live:
-            self.until("the hub answers", live, lambda: socket_is_open(self.hub))
-            with closing(HubOptions(self.hub, keys).mailbox("operator")) as hub:
+            self.until("the hub answers", live, lambda: is_open(self.hub))
+            with closing(HubOptions(self.hub, str(self.keys / "operator.bundle")).mailbox("operator")) as hub:
                 return self.parts(hub, live)
 
     def parts(self, hub: HubClient, live: Live) -> dict[str, float]:
-        """Plays the parts of the demo one after the other."""
         killed, others = self.sites[KILLED], [site for site in self.sites.values() if site.name != KILLED]
 
         def counted_since(moment: float) -> bool:
-            return any(at > moment and KILLED in sites for site in others for at, sites in site.counted)
+            landings = [landing for site in others if site.seen for landing in site.seen.landings]
+            return any(landing.spans["land"][1] > moment and KILLED in landing.sites for landing in landings)
 
         def rounds() -> int:
             return min((own["round"] for own in self.status.get("fragments", [])), default=0)
@@ -244,11 +209,9 @@ class Demo:
         return at
 
     def is_running(self, site: Site) -> bool:
-        """Tells whether a site has not ended yet."""
         return site.process is not None and site.process.poll() is None
 
     def until(self, what: str, live: Live, true: Any, hub: HubClient | None = None) -> None:
-        """Watches until something is true; ends the demo if that does not come, or a process ended too soon."""
         end = time.time() + PATIENCE + self.seconds
         while not true():
             for site in self.sites.values():
@@ -263,7 +226,7 @@ class Demo:
                 with suppress(ValueError):  # on a busy machine it may take the hub too long to answer
                     self.status = status_of(hub)
             live.update(self.table(), refresh=True)
-            time.sleep(0.3)
+            time.sleep(0.5)
 
     def table(self) -> Table:
         """Returns what is to be seen now: what the hub says, and what the sites' monitors wrote down."""
@@ -274,17 +237,17 @@ class Demo:
         for name, site in self.sites.items():
             own = self.status.get("sites", {}).get(name)
             state = own["state"] if own else "starts"
-            told = [f"{site.step:,}", "-" if site.loss is None else f"{site.loss:.2f}"]
+            told = ["-", "-"]
+            if site.seen and site.seen.losses:
+                told = [f"{site.seen.steps[-1].step:,}", f"{site.seen.losses[-1][1]:.2f}"]
             if own:
                 behind = "-" if own["rounds_behind"] is None else str(own["rounds_behind"])
                 heartbeat = "-" if own["last_heartbeat"] is None else f"{own['last_heartbeat']:.1f} s"
-                told += [heartbeat, behind, f"{own['share']:.0%}", str(own["late"])]
-                told += [str(own["incarnations"])]
+                told += [heartbeat, behind, f"{own['share']:.0%}", str(own["late"]), str(own["incarnations"])]
             table.add_row(name, Text(state, style=STATES.get(state, "dim")), *told)
         return table
 
     def close(self) -> None:
-        """Ends all processes that are left."""
         for site in self.sites.values():
             site.kill()
         if self.process is not None:
@@ -292,19 +255,13 @@ class Demo:
             self.process.wait()
 
 
-def socket_is_open(address: str) -> bool:
-    """Tells whether somebody listens at an address."""
+def is_open(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=1).close()
-    except OSError:
-        return False
-    return True
+    return try_to_connect(host, int(port), 1.0) is None
 
 
 def tell(demo: Demo, at: dict[str, float], console: Console) -> None:
-    """Prints two sentences and the path of the picture."""
-    runs: dict[str, Run] = {name: read_run(site.records) for name, site in demo.sites.items()}
+    runs = {name: read_run(site.records) for name, site in demo.sites.items()}
     results = {name: json.loads((site.folder / "result.json").read_text()) for name, site in demo.sites.items()}
     for sentence in came_and_went.sentences(runs, results, at, KILLED):
         console.print(sentence, highlight=False)
@@ -316,7 +273,6 @@ def tell(demo: Demo, at: dict[str, float], console: Console) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plays the demo, and tells what happened."""
     parser = argparse.ArgumentParser(description="A hub and three sites on this machine; one is killed and returns.")
     parser.add_argument("--seconds", type=float, default=90.0, help="how long to train (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/demo_federation"), help="folder for all that it writes")

@@ -77,7 +77,6 @@ def overlap(one: Tensor, other: Tensor) -> float:
 
 
 def use_of(chosen: Tensor) -> Tensor:
-    """Returns the share of all choices that each expert has."""
     return torch.bincount(chosen.flatten(), minlength=EXPERTS) / chosen.numel()
 
 
@@ -132,7 +131,6 @@ def tell(watch: RouterWatch) -> None:
 
 
 def train(steps: int, seed: int = 0, **settings: Any) -> RouterWatch:
-    """Trains in two groups, and returns what was seen of the routers."""
     seed_everything(seed, verbose=False)
     data = StandardLibraryText(batch_size=4)
     data.prepare_data()
@@ -146,7 +144,6 @@ def train(steps: int, seed: int = 0, **settings: Any) -> RouterWatch:
 
 
 def main(steps: int = 400, seed: int = 0) -> None:
-    """Trains, and lets rank 0 print what the landings did."""
     prepare_process()
     tell(train(steps, seed))
 

@@ -17,7 +17,6 @@ from typing_extensions import override
 
 
 def require_muon() -> None:
-    """Refuses a torch without Muon, before anything is trained."""
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(
             f"The optimizer 'muon' needs torch.optim.Muon, which torch {torch.__version__} does not have. "

@@ -100,7 +100,6 @@ class ByteGPT(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def adamw(self) -> torch.optim.Optimizer:
-        """Makes AdamW for all parameters."""
         matrices = [p for p in self.parameters() if p.dim() > 1]
         vectors = [p for p in self.parameters() if p.dim() <= 1]
         groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -152,7 +151,6 @@ class Clock:
 
     @property
     def seconds(self) -> float:
-        """All of training."""
         return self.ticks[-1] - self.ticks[0]
 
     @property
@@ -238,7 +236,6 @@ def prepare_process() -> None:
 
 
 def main() -> None:
-    """Runs the command line."""
     prepare_process()
     PretrainCLI(ByteGPT, StandardLibraryText, auto_configure_optimizers=False)
     # Threads of gloo drop the tensors of the last collective a little later, and need the interpreter for that.

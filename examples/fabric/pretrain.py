@@ -36,7 +36,6 @@ def validate(fabric: Any, model: Any, loader: Any) -> float:
 
 
 def main() -> None:
-    """Trains as the command line says."""
     parser = argparse.ArgumentParser()
     for name, default in {"devices": 2, "groups": 2, "steps": 200, "save_every": 50, "accumulate": 1}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)

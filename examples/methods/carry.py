@@ -16,8 +16,6 @@ from lightning_sdiloco import Carry, LandingRule
 
 @dataclass(frozen=True)
 class CarryHalf(LandingRule):
-    """Keeps half of what was trained in flight."""
-
     kept: float = 0.0
 
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:

@@ -18,7 +18,6 @@ MICRO_BATCHES = 8
 
 
 def train(budget: float, steps: int = 40) -> None:
-    """Trains with micro-batches of unequal times."""
     torch.manual_seed(0)
     random.seed(0)
     truth, model = nn.Linear(16, 1), nn.Linear(16, 1)

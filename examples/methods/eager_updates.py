@@ -78,8 +78,6 @@ class EagerUpdates:
 
 
 class EagerGroups(SimulatedGroups):
-    """Simulates groups that make eager updates."""
-
     def __init__(self, models: Sequence[nn.Module], inner_optimizers: Any = (), **settings: Any) -> None:
         super().__init__(models, inner_optimizers, **{"mixing": Stay(), "outer_momentum": 0.5, **settings})
         self.eager = [EagerUpdates(*both) for both in zip(self.engines, models, strict=True)]

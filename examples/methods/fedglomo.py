@@ -25,7 +25,6 @@ Batch = Callable[[int, int], tuple[Tensor, Tensor]]
 
 
 def train(models: Sequence[nn.Module], batch: Batch, rounds: int, steps: int, lr: float, beta: float) -> None:
-    """Trains groups in rounds of so many steps."""
     outer = partial(torch.optim.SGD, lr=1.0, momentum=1 - beta)
     groups = SimulatedGroups(models, **SETTINGS, sync_every=steps, outer_optimizer=outer)
     previous: Sequence[nn.Module | None] = [None] * len(models)

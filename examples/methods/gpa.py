@@ -46,7 +46,6 @@ class GPA(AdamW):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Goes back to y."""
         for p, state in self.state.items():
             p.lerp_(state["z"], 1 - self.my)
 

@@ -13,7 +13,6 @@ Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 def squared_error(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Returns the mean squared error."""
     return nn.functional.mse_loss(model(x), y)
 
 
@@ -25,7 +24,6 @@ class LocalMomentum:
         self._momentum: tuple[Tensor, ...] | None = None
 
     def step(self, x: Tensor, y: Tensor, lr: float) -> None:
-        """Makes a step on a batch."""
         now, before = self._gradient(self.model, x, y), self._gradient(self._before, x, y)
         momentum = zip(now, self._momentum or before, before, strict=True)
         self._momentum = tuple(new + kept - old for new, kept, old in momentum)

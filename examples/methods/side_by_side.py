@@ -26,14 +26,12 @@ CONTEXT, BATCH = 64, 2
 
 
 def loss_of(model: nn.Module, windows: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns the mean loss of predicting the next byte, in nats."""
     x, y = (torch.stack(part) for part in zip(*windows, strict=True))
     return nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
 
 @cache
 def text() -> Windows:
-    """Returns the windows of text that all are trained and judged on."""
     sources = b"\0".join(path.read_bytes() for path in standard_library_sources()[:200])
     return Windows(torch.frombuffer(bytearray(sources), dtype=torch.uint8), CONTEXT)
 
@@ -64,7 +62,6 @@ def train(groups: int, steps: int, choices: Mapping[str, Any], optimizer: MakeOp
 
 
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Makes the inner optimizer that all have if nothing is said."""
     return torch.optim.AdamW(model.parameters(), lr=lr)
 
 

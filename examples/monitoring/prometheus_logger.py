@@ -36,7 +36,6 @@ class PrometheusLogger(Logger):
     @rank_zero_only
     @override
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Takes a row of the Trainer."""
         if not self.shown:
             start_http_server(int(self.port), self.host, self.registry)
         for name, value in {**metrics, "step": step or 0}.items():

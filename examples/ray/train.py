@@ -55,7 +55,6 @@ def train(settings: dict[str, Any]) -> None:
 
 
 def started(options: argparse.Namespace, name: str, settings: dict[str, Any], **more: Any) -> ray.train.Result:
-    """Trains under a name, and returns what Ray has of it."""
     resources = {"resources_per_worker": {"CPU": options.cpus}, "use_gpu": options.gpu}
     run = {"failure_config": FailureConfig(max_failures=2), "checkpoint_config": CheckpointConfig(num_to_keep=2)}
     trainer = TorchTrainer(

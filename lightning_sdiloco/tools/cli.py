@@ -1,7 +1,8 @@
 """The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
 A subcommand is added by writing a file with a function of its name that returns the text to print, and naming it in
-`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help. A parameter without a default is
+`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help, with the lines that begin with
+``$ sdiloco`` as its examples. A parameter without a default is
 positional, one of type bool is a flag, and one that is a list can be given several times. One that is a dataclass
 stands for its fields: options that several subcommands share. What a user can get wrong is a ``ValueError``: its
 message goes to stderr, and the command ends with exit code 2. A subcommand is imported when it is asked for: some need
@@ -12,7 +13,7 @@ import ast
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
@@ -35,6 +36,7 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "schedule": ("schedule", ("schedule",)),
     "simulate": ("simulate.command", ("simulate",)),
     "status": ("status", ("status",)),
+    "completion": ("completion", ("completion",)),
 }
 """The subcommands: the file of each, and its functions, of which those of other names are subcommands of it."""
 
@@ -55,9 +57,9 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns."""
-    given = _without_units(sys.argv[1:] if args is None else args)
+    given = without_units(sys.argv[1:] if args is None else args)
     _search_current_folder(given)
-    parser = _parser(given)
+    parser = parser_of([next((arg for arg in given if not arg.startswith("-")), "")])
     chosen = parser.parse_args(given)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
     chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
@@ -72,7 +74,7 @@ def main(args: list[str] | None = None) -> None:
         print(text)
 
 
-def _without_units(args: Sequence[str]) -> list[str]:
+def without_units(args: Sequence[str]) -> list[str]:
     """Writes numbers with a unit, such as 1B or 100Mbit, as the command counts them."""
     plain = list(args)
     for at, arg in enumerate(args):
@@ -102,21 +104,20 @@ def _search_current_folder(args: Sequence[str]) -> None:
                     return
 
 
-def _parser(args: Sequence[str]) -> ArgumentParser:
-    """Makes the parser; of the subcommands that are not asked for it knows the names and summaries alone."""
+def parser_of(asked: Container[str]) -> ArgumentParser:
+    """Makes the parser. It imports the subcommands that are asked for, and knows the summaries of all others alone."""
     version = import_module("lightning_sdiloco").__version__
     parser = _Parser(prog="sdiloco", description="Tools for Streaming DiLoCo.", version=version)
     subcommands = parser.add_subcommands(dest="command")
-    asked = next((arg for arg in args if not arg.startswith("-")), None)
     for name, (_, functions) in COMMANDS.items():
         own, others = name in functions, [function for function in functions if function != name]
         summary = _summary(name, name) if own else " ".join(_summary(name, function) for function in functions)
         subparser = _Parser(description=summary)
         subcommands.add_subcommand(name, subparser, help=summary)
         # From the top down: jsonargparse takes no other order.
-        if name == asked and own:
+        if name in asked and own:
             _add_arguments(subparser, _function(name, name))
-        if name == asked and others:
+        if name in asked and others:
             inner = subparser.add_subcommands(dest="command", required=not own)
             for function in others:
                 nested = _Parser(description=_summary(name, function))
@@ -138,11 +139,12 @@ def _summary(name: str, function: str) -> str:
     return (ast.get_docstring(found) or "").partition("\n")[0]
 
 
-def _add_arguments(parser: ArgumentParser, command: Callable[..., str]) -> None:
+def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
     shared = _shared_options(command)
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
         parser.add_class_arguments(options, as_group=False, instantiate=False)
+    parser.examples = re.findall(r"^ *\$ (sdiloco .*)$", command.__doc__ or "", flags=re.MULTILINE)
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
@@ -161,6 +163,12 @@ def _called(command: Callable[..., str], chosen: Any) -> str:
 
 class _Parser(ArgumentParser):
     """Spells options with dashes as well, and takes flags and lists as is usual on a command line."""
+
+    examples: Sequence[str] = ()
+
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        text = super().format_help(*args, **kwargs)
+        return "\n  ".join([f"{text}\nexamples:", *self.examples]) + "\n" if self.examples else text
 
     def add_argument(self, *args: str, **kwargs: Any) -> Any:
         if not args[0].startswith("--"):

@@ -66,6 +66,10 @@ def demo(
         steps: Inner steps of each setting.
         settings: ddp, diloco or streaming_fp4; can be given several times. By default all of them are trained.
         out: Folder for numbers and pictures.
+
+    Examples:
+        $ sdiloco demo
+        $ sdiloco demo --steps 200 --settings ddp --settings streaming_fp4
     """
     require(steps >= 1, "steps", steps, "at least 1")
     console = Console()

@@ -14,7 +14,7 @@ import statistics
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from importlib import import_module
@@ -90,6 +90,11 @@ def doctor(
         seconds: How long each direction between worker groups, or to and from the hub, is measured.
         wait: How many seconds to wait until all ranks have come.
         json: Print JSON in place of a table.
+
+    Examples:
+        $ srun --nodes=2 sdiloco doctor
+        $ NODE_RANK=0 MASTER_ADDR=node0 MASTER_PORT=29500 sdiloco doctor --num-nodes 2
+        $ sdiloco doctor --hub a.example:29400 --keys site-b.bundle
     """
     if options.hub is not None:
         found, seen = examine_hub(options, seconds)
@@ -122,6 +127,11 @@ def _as_table(found: Sequence[Finding]) -> str:
     return printed.getvalue().rstrip("\n")
 
 
+def _progress(text: str) -> None:
+    """Says what takes its time, beside what is printed at the end."""
+    print(text, file=sys.stderr, flush=True)
+
+
 # The ranks of a training
 
 
@@ -150,10 +160,13 @@ def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: f
     layout = GroupLayout(launch.world_size, groups)
     group, speaks = layout.group_of(launch.rank), layout.group_rank_of(launch.rank) == 0
     timeout = datetime.timedelta(seconds=wait)
+    progress = _progress if launch.rank == 0 else lambda text: None
+    progress(f"Waiting at {launch.host}:{launch.port} for {launch.world_size} processes, for at most {wait:g} s")
     rendezvous = rendezvous_at(launch.host, launch.port, launch.rank, launch.world_size, timeout)
     machines = rendezvous.all_gather("machines", describe())
+    progress("All are here; connecting each with each")
     endpoints, broken = find_broken_connections(rendezvous, group, exchange_address, group_address)
-    measured = [] if broken else measure(rendezvous, groups, group, speaks, exchange_address(), seconds)
+    measured = [] if broken else measure(rendezvous, groups, group, speaks, exchange_address(), seconds, progress)
     return Examined(groups, endpoints, machines, broken, measured) if launch.rank == 0 else None
 
 
@@ -356,7 +369,13 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
 
 
 def measure(
-    rendezvous: Rendezvous, groups: int, group: int, speaks: bool, address: str, seconds: float = SECONDS
+    rendezvous: Rendezvous,
+    groups: int,
+    group: int,
+    speaks: bool,
+    address: str,
+    seconds: float = SECONDS,
+    progress: Callable[[str], None] = _progress,
 ) -> list[MeasuredLink]:
     """Measures between the first ranks of all worker groups, one link of each at a time. All ranks must call it."""
     listener = Listener(address, lambda connection: _serve(connection, seconds))
@@ -368,6 +387,7 @@ def measure(
         links = []
         for step in range(1, groups):
             other = (group + step) % groups
+            progress(f"Measuring bandwidth, {step} of {groups - 1}: {seconds:g} s in each direction")
             if speaks:
                 links.append(_link(group, other, endpoints[other], round_trips[other], seconds))
             rendezvous.all_gather(f"round {step}", None)
@@ -509,6 +529,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
             fix = "Set the one that is wrong: certificates are valid by its dates."
             yield Finding("slow" if abs(off) > _CLOCKS_APART else "ok", "clock", told, fix * (abs(off) > _CLOCKS_APART))
             for up, way in ((True, "to"), (False, "from")):
+                _progress(f"Measuring bandwidth {way} the hub, for {seconds:g} s")
                 numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
                 told = f"{readable_rate(rate / 1e9)}, over {HUB_CONNECTIONS} connections"
                 yield Finding("ok", f"bandwidth {way} the hub", told)

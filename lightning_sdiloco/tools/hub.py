@@ -50,6 +50,9 @@ def hub(
         backups_every: Seconds between two copies.
         refound: Found the run again from what its sites hold, where its ledger is lost: on a new one, with as many
             sites as are left.
+
+    Examples:
+        $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
@@ -137,6 +140,9 @@ def evict(site: str, options: HubOptions) -> str:
     Args:
         site: The name of the site.
         options: Which hub, and by whom.
+
+    Examples:
+        $ sdiloco hub evict site-b --hub a.example:29400 --keys operator.bundle
     """
     options.ask("operator", "evict", who=site)
     return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
@@ -179,6 +185,9 @@ def amend(
         lease: Seconds for which a round waits for a site that gives no heartbeat.
         quorum: The least number of sites that make a round.
         guard: How many times as long as usual an outer gradient may be; 0: any length.
+
+    Examples:
+        $ sdiloco hub amend --rounds 80 --grace 20 --hub a.example:29400 --keys operator.bundle
     """
     given = {"rounds": rounds, "grace": grace, "lease": lease, "quorum": quorum, "guard": guard}
     off = {name: value or None if name in ("rounds", "guard") else value for name, value in given.items()}
@@ -195,6 +204,9 @@ def rollback(round: int, options: HubOptions) -> str:
     Args:
         round: The last round of every fragment that stays.
         options: Which hub, and by whom.
+
+    Examples:
+        $ sdiloco hub rollback 40 --hub a.example:29400 --keys operator.bundle
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (

@@ -11,6 +11,9 @@ def init(folder: str, run: str | None = None, days: int = 3650) -> str:
         folder: The folder. Whoever can read it can speak for every site.
         run: The run that the keys are for. Without it, the first one for which a hub is started with the folder.
         days: For how many days keys that are added can be valid.
+
+    Examples:
+        $ sdiloco keys init keys --run pretrain
     """
     require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundle = init_keys(folder, run, days)
@@ -25,6 +28,9 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
         names: Names, such as those of sites.
         role: What they may do: a site trains, an operator evicts and ends, a reader looks at the status.
         days: For how many days they are valid.
+
+    Examples:
+        $ sdiloco keys add keys site-a site-b
     """
     require(days >= 1, "days", days, "at least 1: it says when certificates expire")
     bundles = [add_keys(folder, name, role, days) for name in names]

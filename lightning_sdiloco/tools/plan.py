@@ -84,6 +84,9 @@ def plan(
         format: How to print.
 
     Examples:
+        $ sdiloco plan --params 1B --layers 24 --step-time 0.5s --bandwidth 1Gbit
+        $ sdiloco plan --params 1B --layers 24 --step-time 500ms --bandwidth 100Mbit --picture plan.svg
+
         >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])
         1,000,000,000 parameters in 8 fragments, 2 groups of 1 rank
     """

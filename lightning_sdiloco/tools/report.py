@@ -36,6 +36,9 @@ def report(
         run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it: that of the run,
             or one whose newest version_N it is.
         output: Folder for the report. By default a folder named report in that of the run.
+
+    Examples:
+        $ sdiloco report lightning_logs
     """
     require_matplotlib("A report")
     place, read = records_in(run), read_run(run)

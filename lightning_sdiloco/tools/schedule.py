@@ -18,6 +18,8 @@ def schedule(
         last: Last inner step of the table. By default far enough to show two rounds.
 
     Examples:
+        $ sdiloco schedule --sync-every 20 --overlap-steps 5 --fragments 4
+
         >>> print(schedule(sync_every=6, overlap_steps=2, fragments=2, last=12))
         step  launches  lands
            6  0         -

@@ -24,6 +24,9 @@ def status(options: HubOptions, json: bool = False) -> str:
     Args:
         options: Which hub, and by whom: a reader, or anybody else who has keys.
         json: Print JSON in place of a table, once.
+
+    Examples:
+        $ sdiloco status --hub a.example:29400 --keys reader.bundle
     """
     with closing(options.mailbox("reader")) as mailbox:
         first = status_of(mailbox)

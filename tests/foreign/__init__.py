@@ -1,1 +1,23 @@
-"""Projects that nobody here wrote, with the one-line change: what they do with DDP they do with worker groups."""
+"""Projects that nobody here wrote, with the one-line change: what they do with DDP they do with worker groups.
+
+What is built on torchvision lies in a folder of its own. Its compiled part may need CUDA libraries that a torch for CPUs
+does not have, and torchmetrics, which imports torchvision wherever it is, would fail with it.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  torchmetrics comes with it, before the folder is there
+import torch
+
+sys.path.append(str(Path(sys.prefix, "vision")))
+if importlib.util.find_spec("torchvision") is not None:
+    try:
+        import torchvision
+    except RuntimeError:
+        # Two operators of detection are missing, which none of the projects calls.
+        _OPERATORS = torch.library.Library("torchvision", "DEF")
+        for _name in ("nms", "qnms"):
+            _OPERATORS.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision  # noqa: F401

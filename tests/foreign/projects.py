@@ -73,7 +73,8 @@ class _Probe:
         digest = hashlib.sha256()
         for name, values in module.state_dict().items():
             if isinstance(values, Tensor):
-                digest.update(name.encode() + bytes(values.detach().cpu().contiguous().flatten().view(torch.uint8)))
+                values = values.detach().cpu().contiguous().flatten().view(torch.uint8)
+                digest.update(name.encode() + values.numpy().tobytes())
         self.trial.found |= {
             "global_step": trainer.global_step,
             "keys": sorted(trainer.callback_metrics),
@@ -89,6 +90,12 @@ def sines(length: int, series: int, noise: float = 0.0) -> dict[str, Any]:
     time, which = np.tile(np.arange(length), series), np.repeat(np.arange(series), length)
     values = 5 + np.sin(time / 4 + which) + noise * np.random.default_rng(0).normal(size=len(time))
     return {"time": time, "series": which, "value": values.astype("float32")}
+
+
+def pictures(count: int, size: int, seed: int) -> Tensor:
+    """Images of smooth colours, each of its own."""
+    coarse = torch.rand(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
 
 
 def pytorch_forecasting(trial: Trial) -> None:
@@ -317,15 +324,216 @@ def lora() -> nn.Module:
     return get_peft_model(gpt2(192), LoraConfig(r=32, lora_alpha=64, lora_dropout=0.1, **choices))
 
 
+def lightly(trial: Trial) -> None:
+    """SimCLR, whose loss gathers its negatives over all ranks: all groups wait for each other in every batch."""
+    from lightly.loss import NTXentLoss
+    from lightly.models import ResNetGenerator
+    from lightly.models.modules import SimCLRProjectionHead
+    from lightly.transforms import SimCLRTransform
+
+    class SimCLR(new.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            resnet = ResNetGenerator("resnet-9", width=0.25)
+            self.backbone = nn.Sequential(*list(resnet.children())[:-1], nn.AdaptiveAvgPool2d(1))
+            self.projection_head = SimCLRProjectionHead(128, 128, 64)
+            self.criterion = NTXentLoss(gather_distributed=True)
+
+        def forward(self, images: Tensor) -> Tensor:
+            projected: Tensor = self.projection_head(self.backbone(images).flatten(start_dim=1))
+            return projected
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            first, second = batch
+            loss: Tensor = self.criterion(self(first), self(second))
+            self.log("train_loss_ssl", loss)
+            return loss
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            first, second = batch
+            self.log("val_loss_ssl", self.criterion(self(first), self(second)), sync_dist=True)
+
+        def predict_step(self, batch: Any, index: int) -> Tensor:
+            return self.backbone(batch[0]).flatten(start_dim=1)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+    transform = SimCLRTransform(input_size=16, cj_prob=0.0, random_gray_scale=0.0, gaussian_blur=0.0)
+
+    def batches(images: Tensor, **choices: Any) -> DataLoader[Any]:
+        views = lambda batch: [torch.stack(each) for each in zip(*map(transform, batch), strict=True)]  # noqa: E731
+        return DataLoader(images, batch_size=16, collate_fn=views, **choices)
+
+    new.seed_everything(0)
+    trainer = new.Trainer(**trial.trainer(new, "val_loss_ssl"), max_epochs=4)
+    trial.run(trainer, SimCLR(), batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1)))
+
+
+def anomalib(trial: Trial) -> None:
+    """GANomaly, which steps two optimizers by hand, with an engine around the Trainer."""
+    from anomalib.data import Folder
+    from anomalib.engine import Engine
+    from anomalib.models import Ganomaly
+    from torchvision.utils import save_image
+
+    data = trial.folder / f"images-{os.environ['RANK']}"
+    for kind, count, seed in (("good", 160, 0), ("bad", 32, 1)):
+        (data / kind).mkdir(parents=True)
+        for i, image in enumerate(pictures(count, 32, seed)):
+            save_image(image, data / kind / f"{i:03}.png")
+    new.seed_everything(0)
+    sizes = {"train_batch_size": 4, "eval_batch_size": 4, "num_workers": 0, "seed": 0}
+    folder = Folder("blots", root=data, normal_dir="good", abnormal_dir="bad", **sizes)
+    model = Ganomaly(
+        batch_size=4,
+        n_features=16,
+        latent_vec_size=32,
+        lr=2e-3,
+        pre_processor=Ganomaly.configure_pre_processor((32, 32)),
+        visualizer=False,
+    )
+    choices = trial.trainer(new, "generator_loss")
+    if trial.strategy == "ddp":
+        choices["strategy"] = "ddp_find_unused_parameters_true"  # and groups find them by themselves
+    engine = Engine(**choices, max_epochs=3, logger=False)
+    engine.fit(model, datamodule=folder, ckpt_path=trial.resume)
+    trial.found["validated"] = sorted(engine.test(model, datamodule=folder)[0])
+    trial.found["predictions"] = sum(len(batch.image) for batch in engine.predict(model, datamodule=folder))
+
+
+def pina(trial: Trial) -> None:
+    """A physics-informed network, whose loss holds second derivatives, with a Trainer of its own class."""
+    from pina import Trainer
+    from pina.model import FeedForward
+    from pina.optim import TorchOptimizer
+    from pina.problem.zoo import Poisson2DSquareProblem
+    from pina.solver import PINN
+
+    new.seed_everything(0)
+    problem = Poisson2DSquareProblem()
+    problem.discretise_domain(400, "random")
+    net = FeedForward(2, 1, inner_size=256, n_layers=3)
+    solver = PINN(problem, net, optimizer=TorchOptimizer(torch.optim.AdamW, lr=1e-3))
+    choices = trial.trainer(new, "val_loss")
+    trainer = Trainer(solver, batch_size=20, train_size=0.8, val_size=0.1, test_size=0.1, max_epochs=4, **choices)
+    trainer.train(ckpt_path=trial.resume, weights_only=False)
+    trial.found["validated"] = sorted(trainer.test()[0])
+
+
+def pytorch_tabular(trial: Trial) -> None:
+    """A network of categories and numbers, which makes its own Trainer out of a config."""
+    import pandas as pd
+    from pytorch_tabular import TabularModel, config, models
+
+    generator = np.random.default_rng(0)
+    table = pd.DataFrame(generator.normal(size=(480, 4)).astype("float32"), columns=list("abcd"))
+    table["kind"] = generator.choice(["x", "y", "z"], size=480)
+    table["target"] = table.a * table.b + (table.kind == "x")
+    choices = trial.trainer(old, "valid_loss")
+    callbacks = choices.pop("callbacks")
+    tabular = TabularModel(
+        data_config=config.DataConfig(
+            target=["target"], continuous_cols=list("abcd"), categorical_cols=["kind"], num_workers=0
+        ),
+        model_config=models.CategoryEmbeddingModelConfig(task="regression", layers="512-256-64", learning_rate=2e-3),
+        optimizer_config=config.OptimizerConfig(),
+        trainer_config=config.TrainerConfig(
+            batch_size=16,
+            max_epochs=4,
+            early_stopping=None,
+            checkpoints=None,
+            load_best=False,
+            progress_bar="none",
+            devices=choices.pop("devices"),
+            accelerator=choices.pop("accelerator"),
+            trainer_kwargs=choices,
+        ),
+        verbose=False,
+    )
+    # Its own call takes no checkpoint to go on from.
+    fit = partialmethod(old.Trainer.fit, ckpt_path=trial.resume, weights_only=False)
+    with patch.object(old.Trainer, "fit", fit):
+        tabular.fit(train=table[:400], validation=table[400:], callbacks=callbacks)
+    trial.found["predictions"] = len(tabular.predict(table[400:]))
+
+
+def torch_geometric(trial: Trial) -> None:
+    """A graph isomorphism network over graphs of many sizes, with its own data module."""
+    from torch_geometric.data import Data
+    from torch_geometric.data.lightning import LightningDataset
+    from torch_geometric.nn import GIN, global_add_pool
+    from torch_geometric.utils import erdos_renyi_graph
+
+    class Graphs(new.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gnn = GIN(8, 128, num_layers=5, out_channels=1, norm="batch_norm")
+
+        def forward(self, graphs: Any) -> Tensor:
+            pooled: Tensor = global_add_pool(self.gnn(graphs.x, graphs.edge_index), graphs.batch, graphs.num_graphs)
+            return pooled.squeeze(1)
+
+        def training_step(self, graphs: Any, index: int) -> Tensor:
+            return nn.functional.mse_loss(self(graphs), graphs.y)
+
+        def validation_step(self, graphs: Any, index: int) -> None:
+            loss = nn.functional.mse_loss(self(graphs), graphs.y)
+            self.log("val_loss", loss, batch_size=graphs.num_graphs, sync_dist=True)
+
+        def predict_step(self, graphs: Any, index: int) -> Tensor:
+            predicted: Tensor = self(graphs)
+            return predicted
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def graphs(count: int) -> list[Any]:
+        edges = [erdos_renyi_graph(6 + i % 12, 0.3) for i in range(count)]
+        return [
+            Data(x=torch.randn(6 + i % 12, 8), edge_index=pairs, y=torch.tensor([pairs.shape[1] / 20]))
+            for i, pairs in enumerate(edges)
+        ]
+
+    new.seed_everything(0)
+    data = LightningDataset(graphs(320), graphs(64), pred_dataset=graphs(64), batch_size=8, pin_memory=False)
+    trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=4)
+    model = Graphs()
+    trainer.fit(model, datamodule=data, ckpt_path=trial.resume, weights_only=False)
+    trial.found["validated"] = sorted(trainer.validate(model, datamodule=data)[0])
+    trial.found["predictions"] = sum(map(len, trainer.predict(model, datamodule=data)))
+
+
+def torchgeo(trial: Trial) -> None:
+    """Segmentation of images with a fully convolutional network, whose metrics are logged as modules."""
+    from torchgeo.trainers import SemanticSegmentationTask
+
+    def batches(count: int, seed: int) -> DataLoader[Any]:
+        images = pictures(count, 24, seed)
+        tiles = [{"image": image, "mask": image.argmax(0)} for image in images]
+        return DataLoader(tiles, batch_size=4, shuffle=seed == 0)
+
+    new.seed_everything(0)
+    task = SemanticSegmentationTask(model="fcn", task="multiclass", num_classes=3, num_filters=64, lr=2e-3)
+    trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=3)
+    trial.run(trainer, task, batches(160, 0), batches(32, 1))
+
+
 PROJECTS: dict[str, Callable[[Trial], None]] = {
+    "anomalib": anomalib,
     "chemprop": chemprop,
     "darts": darts,
     "darts: with metrics": partial(darts, with_metrics=True),
     "gluonts": gluonts,
+    "lightly": lightly,
     "neuralforecast": neuralforecast,
     "peft: lora": partial(language, make=lora),
+    "pina": pina,
     "pytorch_forecasting": pytorch_forecasting,
+    "pytorch_tabular": pytorch_tabular,
     "scvi": scvi,
+    "torch_geometric": torch_geometric,
+    "torchgeo": torchgeo,
     "transformers: gpt2": partial(language, make=gpt2, precision="bf16-mixed", accumulate_grad_batches=2),
     "transformers: llama": partial(language, make=llama, max_epochs=3),
 }

@@ -43,6 +43,7 @@ def test_a_project_does_what_it_does_with_ddp(project: str, tmp_path: Path) -> N
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
         # Nothing is fetched, and nothing is kept outside the folder.
+        os.chdir(tmp_path)
         os.environ |= {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}
         # As users register names of their own.
         for edition, distribution in ((lightning_pytorch, lightning.pytorch), (pytorch_lightning, pl)):

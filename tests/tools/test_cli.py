@@ -15,6 +15,7 @@ import pytest
 from lightning_sdiloco.algorithm.config import Settings, recommended
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.planning.paper import table_4
+from lightning_sdiloco.tools import cli
 from lightning_sdiloco.tools.cli import COMMANDS
 from tests.ranks import PATIENCE
 from tests.tools import command
@@ -74,6 +75,34 @@ def test_every_option_has_help() -> None:
             # Without a description there are the type and the default, in brackets, alone.
             bare = re.findall(r" (--[a-z-]+(?: \S+)?) \((?:type|default|required)", " ".join(text.split()))
             assert bare == [], name
+
+
+def test_examples_of_the_help_are_commands_that_it_takes() -> None:
+    """They are read, and not run; the shell's parts around them are not read."""
+    examples = 0
+    for name, (_, functions) in COMMANDS.items():
+        for function in functions:
+            text = command.told(name, *([] if function == name else [function]), "--help")
+            for line in re.findall(
+                r"^  .*?\bsdiloco (\w.*?)(?: > .*)?$", text.partition("\nexamples:")[2], re.MULTILINE
+            ):
+                args = line.split()
+                assert cli.parser_of([args[0]]).parse_args(cli.without_units(args)).command == name
+                examples += 1
+    assert examples >= len(COMMANDS) - 1
+
+
+def test_a_shell_completes_subcommands_and_options(tmp_path: Path) -> None:
+    pytest.importorskip("shtab")
+    script = tmp_path / "sdiloco"
+    script.write_text(command.told("completion", "bash"))
+    for words, found in {"pl": ["plan"], "hub evi": ["evict"], "plan --rou": ["--round-trip", "--round_trip"]}.items():
+        typed = f"source {script}; COMP_WORDS=(sdiloco {words}); COMP_CWORD={len(words.split())}; _shtab_sdiloco"
+        done = subprocess.run(["bash", "-c", f"{typed}; echo ${{COMPREPLY[@]}}"], capture_output=True, text=True)
+        assert done.stdout.split() == found, done.stderr
+    assert "shell='ksh' is not supported. Give one of bash, zsh" in refused("completion", "ksh")
+    with patch.dict(sys.modules, shtab=None):
+        assert "pip install shtab" in refused("completion", "bash")
 
 
 def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path: Path) -> None:

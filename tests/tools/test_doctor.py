@@ -137,6 +137,7 @@ def test_what_hinders_ranks_is_found_and_told() -> None:
 
     absent, _ = run_processes(lambda rank, _: None if rank else doctored(0, 2, "--wait=1"), 2)
     assert absent.code == 2
+    assert "Waiting at 127.0.0.1:" in absent.err, "whoever waits is told for what"
     assert "Rank 1 did not come to 127.0.0.1:" in absent.err
 
     def elsewhere(rank: int, world_size: int, port: int) -> Ran:

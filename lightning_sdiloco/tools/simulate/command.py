@@ -75,6 +75,10 @@ def simulate(
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
         picture: File (.svg or .png) for a picture of the losses.
         json: File for all numbers.
+
+    Examples:
+        $ sdiloco simulate --config train.yaml --groups 4 --bandwidth 100Mbit --round-trip 50ms
+        $ sdiloco simulate --config train.yaml --groups 2 --sweep sync_every=10,40 --sweep compression=fp32,fp4
     """
     if not config:
         raise ValueError("--config must be given: the configuration file of a LightningCLI.")
