@@ -12,6 +12,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from rich.console import Console
+from rich.status import Status
+
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
 from lightning_sdiloco.algorithm.partition import Parameter
 from lightning_sdiloco.algorithm.reduce import is_two_shot
@@ -41,6 +44,11 @@ def report(
         $ sdiloco report lightning_logs
     """
     require_matplotlib("A report")
+    with Console(stderr=True).status("Reading the records") as progress:
+        return _written(run, output, progress)
+
+
+def _written(run: str, output: str | None, progress: Status) -> str:
     place, read = records_in(run), read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
@@ -49,10 +57,12 @@ def report(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in pictures_of(read):
+            progress.update(f"Drawing {name}")
             for theme, colors in THEMES.items():
                 suffix, made = "" if theme == "light" else f"-{theme}", partial(PICTURES[name].draw, read, colors)
                 (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
                 embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
+        progress.update("Writing the timeline")
         write_timeline(folder / "timeline.json", read)
         (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
     except OSError as error:
@@ -662,8 +672,8 @@ p { margin: .4rem 0; } .quiet { color: var(--quiet); font-size: .9rem; overflow-
 .tile b { display: block; font-size: 1.2rem; font-weight: 600; white-space: nowrap; }
 .tile span { color: var(--quiet); font-size: .85rem; }
 .verdict { border-left: .25rem solid var(--accent); padding: .1rem 0 .1rem 1rem; margin: 1.5rem 0; }
-img { width: 100%; height: auto; display: block; }
-.scroll { overflow-x: auto; }
+img { width: 100%; min-width: 40rem; height: auto; display: block; }
+.scroll { overflow-x: auto; display: block; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { text-align: right; padding: .3rem 1rem .3rem 0; border-bottom: 1px solid var(--line); }
 th:first-child, td:first-child { text-align: left; } th { color: var(--quiet); font-weight: 500; }
@@ -710,7 +720,8 @@ def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[
     for name, themes in pictures.items():
         light, dark = (f"data:image/svg+xml;base64,{base64.b64encode(themes[t]).decode()}" for t in ("light", "dark"))
         figures.append(
-            f'<h2>{PICTURES[name].title}</h2><p class="quiet">{escape(PICTURES[name].caption)}</p><picture>'
+            f'<h2>{PICTURES[name].title}</h2><p class="quiet">{escape(PICTURES[name].caption)}</p>'
+            '<picture class="scroll">'
             f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
             f'<img src="{light}" alt="{escape(PICTURES[name].title)}"></picture>'
         )
