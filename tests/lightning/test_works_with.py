@@ -421,18 +421,18 @@ def test_parameters_that_are_not_used_are_told_with_the_name_that_takes_them(dis
     assert not any(other in message for other in ("'ddp_", "DDPStrategy"))
 
 
-def test_the_quickstart_explains_what_lightning_says(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_docs_explain_what_lightning_says(distribution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host, used = importlib.import_module(distribution), fits.strategy(distribution)
     fits.trainer(distribution, strategy=used, devices=2)
     # Not `delitem`: what it puts back is what the registry's `get` returns, which is an object and no entry.
     registry = importlib.import_module(f"{distribution}.strategies").StrategyRegistry
     monkeypatch.setattr(registry, "available_strategies", list)
-    quickstart = (Path(__file__).parents[2] / "docs" / "quickstart.md").read_text()
+    explained = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     for end, accelerator, strategy in ((".", "cpu", "streaming_diloco"), (",", "cpu", used), (",", "auto", used)):
         choices = {"accelerator": accelerator, "strategy": strategy, "devices": 2}
         told = refusal(host.Trainer, kind=Exception, **choices).partition(end)[0]
         assert "set through" in told or "invalid strategy name" in told
-        assert told in quickstart
+        assert told in explained
 
 
 # Users' objects
