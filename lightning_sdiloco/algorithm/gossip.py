@@ -128,7 +128,7 @@ class Ring(Route):
             return None
         if groups < 4:
             raise ValueError(
-                f"route={self!r} was given, and there are {groups} worker groups: on a ring of fewer than 4 each group"
+                f"route={self!r} was given, but there are {groups} worker groups: on a ring of fewer than 4 each group"
                 " is a neighbour of all others, and there is nothing to accelerate. Choose Ring(accelerated=False), or"
                 " leave route out."
             )
@@ -169,13 +169,13 @@ class FastestPairs(Route):
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
             raise ValueError(
                 f"window={self.window!r} is out of range: it must be a whole number of at least 2, since one round of"
-                " pairs connects nothing but them. 3 is the default."
+                " pairs connects only the pairs. 3 is the default."
             )
         # From YAML they come as lists. Their repr is compared.
         rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
         if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (set(), {0}, {len(rows)}):
             raise ValueError(
-                f"speeds={self.speeds!r} has neither one number for each group, nor one row for each with a number for"
+                f"speeds={self.speeds!r} has neither one number per group, nor one row per group with a number for"
                 " each. Give one of these."
             )
         object.__setattr__(self, "speeds", rows)
@@ -186,8 +186,8 @@ class FastestPairs(Route):
     def legs(self, number: int, groups: int) -> Sequence[Leg]:
         if self.speeds and len(self.speeds) != groups:
             raise ValueError(
-                f"route={self!r} has the speeds of {len(self.speeds)} groups, and there are {groups}. Give those of"
-                " all, in their order."
+                f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are {groups}. Give the speeds"
+                " of all, in their order."
             )
         block, place = divmod(number, self.window)
         return _planned(self, block, groups)[place]
@@ -246,13 +246,13 @@ def check_legs(route: Route, groups: int) -> None:
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
             raise ValueError(
-                f"route={route!r} has the legs {tuple(legs)} in round {number}, and there are {groups} worker groups:"
-                " each must be in one leg. Correct its legs()."
+                f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are {groups} worker groups:"
+                " each must be in exactly one leg. Correct its legs()."
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared), and has the legs"
-                f" {tuple(legs)} in round {number}: groups of different legs would part. Set shared to False."
+                f"route={route!r} says that all groups hold the same outer parameters (shared), but has the legs"
+                f" {tuple(legs)} in round {number}: groups of different legs would drift apart. Set shared to False."
             )
     route.momentum(groups)
 
@@ -338,11 +338,11 @@ def take(
 def check_compression(compression: str | Compression) -> None:
     """Refuses a compression that does not suit a route on which groups hold outer parameters of their own."""
     codec = resolve(compression)
-    advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), by which all send the same values."
+    advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
     if codec.remembers() or codec.chosen_share() < 1 or codec.varies():
         raise ValueError(
-            f"compression={compression!r} does not go with this route: partners must send each other the same values,"
-            f" whole, and this one lets each group choose, or remembers. {advice}"
+            f"compression={compression!r} does not work with this route: partners must send each other the same values,"
+            f" whole, but this one lets each group choose, or remembers. {advice}"
         )
     dense = codec.dense()
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -351,6 +351,6 @@ def check_compression(compression: str | Compression) -> None:
     lost = float((decoded - values).norm() / values.norm())
     if lost > _MOST_LOST:
         raise ValueError(
-            f"compression={compression!r} loses {lost:.0%} of what it encodes, and on this route groups send how far"
+            f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route groups send how far"
             f" they are from where the rounds began, which may lose {_MOST_LOST:.0%} at most. {advice}"
         )

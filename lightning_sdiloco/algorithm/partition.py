@@ -79,15 +79,15 @@ def partition(
     """
     if not parameters:
         raise ValueError(
-            "The model has no trainable parameters, so there is nothing to synchronise between worker groups. Give it"
-            " at least one parameter with requires_grad=True, or train it without this strategy."
+            "The model has no trainable parameters, so worker groups have nothing to exchange. Give it at least one"
+            " parameter with requires_grad=True, or train it without this strategy."
         )
     fragments = checked_fragments(fragments)
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, none of"
-                " which is divided. Give at most so many."
+                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, which are"
+                " not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -122,10 +122,9 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
             " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of fragments."
         )
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', with a number of repeated blocks in a"
-        " fragment behind it if you like, as in 'strided:3', 'balanced', a number of fragments, or a list of lists of"
-        " shell-style patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of"
-        " them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the number of repeated"
+        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list of lists of shell-style"
+        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
     )
 
 
@@ -219,8 +218,8 @@ def _by_patterns(
         matched = [name for name in known if fnmatchcase(name, pattern)]
         if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
-                f"fragments: the pattern {pattern!r} matches no parameter. The names are those of"
-                f" named_parameters(), such as {_some(known)}. Correct the pattern or take it out."
+                f"fragments: the pattern {pattern!r} matches no parameter. The names come from named_parameters(), such"
+                f" as {_some(known)}. Correct the pattern or take it out."
             )
         for name in matched:
             first = claims.setdefault(known[name], (index, pattern))
@@ -234,9 +233,8 @@ def _by_patterns(
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
-            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern:"
-            f" {_some(left_out)}. Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
-            " them."
+            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern: {_some(left_out)}."
+            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:

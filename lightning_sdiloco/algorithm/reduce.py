@@ -261,19 +261,19 @@ class TwoShot:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is not known. It is 'gloo', which is the default, or 'nccl'.")
+            raise ValueError(f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'.")
         if isinstance(self.parts, str):
             if self.parts not in ("equal", "by_bandwidth"):
                 raise ValueError(
-                    f"parts={self.parts!r} is not known. It is 'by_bandwidth', 'equal', or a list of shares."
+                    f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of shares."
                 )
         else:
             object.__setattr__(self, "parts", _numbers("parts", self.parts, may_be_zero=True))
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
-                    f"links={self.links!r} was given with parts={self.parts!r}, which does not ask for them. Leave"
-                    " links out, or choose parts='by_bandwidth'."
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not use it. Leave links out,"
+                    " or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
 
@@ -299,8 +299,9 @@ class TwoShot:
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give"
-                " the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); the doctor measures."
+                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give the"
+                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); sdiloco doctor measures"
+                " them."
             )
         given = self.links if self.links is not None else self.parts
         if given == "equal" or isinstance(given, str):
@@ -356,15 +357,15 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
-            f"exchange={exchange!r} is not known. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
+            f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
             " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose one of them; 'auto' is"
             " the default."
         )
     if is_two_shot and (compression.varies() or compression.counts_senders()):
         why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
         raise ValueError(
-            f"exchange={exchange!r} was given with compression={compression!r}: {why}, and a mean that is sent on in"
-            " the second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
+            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean sent in the second"
+            " shot tells neither and does not fit into such a payload. Leave exchange out, or choose 'gather'."
         )
 
 

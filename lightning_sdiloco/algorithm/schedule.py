@@ -242,7 +242,7 @@ class Selective(LaunchSchedule):
         for name, least in {"threshold": 0, "most": 1}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float) if name == "threshold" else int):
-                raise ValueError(f"{name}={value!r} is no {'number' if name == 'threshold' else 'whole number'}.")
+                raise ValueError(f"{name}={value!r} is not a {'number' if name == 'threshold' else 'whole number'}.")
             if not value >= least:
                 raise ValueError(f"{name}={value!r} is out of range: it must be at least {least}. Choose another one.")
 

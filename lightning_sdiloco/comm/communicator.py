@@ -160,7 +160,7 @@ def decode(data: bytes) -> Any:
     try:
         return _Buffers(memoryview(data)[end:]).value(json.loads(bytes(data[_HEAD:end])))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"What came from another rank is no plain value: {error!r}.") from error
+        raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
 
 
 def _described(value: Any, buffers: list[bytes]) -> Any:
@@ -185,7 +185,7 @@ def _described(value: Any, buffers: list[bytes]) -> Any:
         case list() | tuple() | set():
             kind = next(own.__name__ for own in (list, tuple, set) if isinstance(value, own))
             return [kind, *(_described(one, buffers) for one in value)]
-    raise TypeError(f"{value!r} is of {type(value)}, and only plain values travel between ranks.")
+    raise TypeError(f"{value!r} is of {type(value)}, but only plain values travel between ranks.")
 
 
 class _Buffers:
@@ -217,7 +217,7 @@ class _Buffers:
             case "dict":
                 keys_and_values = list(map(self.value, parts))
                 return dict(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a kind of value")
 
 
 # Copies between an accelerator and its host, through page-locked memory

@@ -200,9 +200,9 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, and"
-                " exchange='...:nccl' can only receive what has a size that all ranks know. Leave ':nccl'"
-                " out for gloo, or choose a compression whose payloads have one size, such as 'sparse'."
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, but"
+                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl' out for gloo, or choose"
+                " a compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
         self.bytes_sent, self.bytes_received = messages.bytes_sent, messages.bytes_received
@@ -306,13 +306,13 @@ def nccl_on(device: torch.device) -> DeviceBackend:
     """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch without it."""
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
-            " Train on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA devices only. Train"
+            " on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange='...:nccl' was given, and torch {torch.__version__} was built without NCCL. Install a torch"
-            " that has it, or leave ':nccl' out for gloo."
+            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL. Install a torch that"
+            " has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -359,7 +359,7 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over {self._backend}: {error}."
-                " NCCL_DEBUG=INFO tells how they try, NCCL_SOCKET_IFNAME names the interface. Correct that on every"
+                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface. Correct it on every"
                 " machine, or leave ':nccl' out for gloo."
             ) from error
 

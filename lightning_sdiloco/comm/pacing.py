@@ -95,7 +95,7 @@ class Connection(NamedTuple):
     def counters(self) -> Counters:
         told = self._with(lambda opened: opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         if len(told) < _INFO_BYTES:
-            raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
+            raise OSError("This Linux is older than 4.10, and does not say how long a connection was busy.")
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
         return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
 

@@ -80,12 +80,11 @@ def resolve(compression: str | Compression) -> Compression:
         return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
     if compression == "auto":
         raise ValueError(
-            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here, as"
-            " 'fp4'; sdiloco plan --bandwidth tells which ones a link carries."
+            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here,"
+            " such as 'fp4'; sdiloco plan --bandwidth shows which ones a link carries."
         )
     raise ValueError(
-        f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of "
-        f"these with {MEMORY!r} behind it, or an object that is a `lightning_sdiloco.compression.Compression`. Set "
-        "`compression` to one of these names, or pass an instance of a class (not the class itself) that implements "
-        "that interface."
+        f"compression={compression!r} is unknown. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of these"
+        f" with the suffix {MEMORY!r}, or a `lightning_sdiloco.compression.Compression`. Set `compression` to one of"
+        " these names, or pass an instance of a class (not the class itself) that implements that interface."
     )

@@ -161,7 +161,7 @@ def passes_on(device: str) -> Passes | None:
         reason = "it gives other bits"
     except Exception as error:  # Triton, and the compilers that it calls, end with errors of many kinds
         reason = f"{type(error).__name__}: {error}"
-    _log.info("%s is not used: %s. Operations of torch do the same, and take longer.", name, reason)
+    _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None
 
 

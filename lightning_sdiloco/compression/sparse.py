@@ -62,10 +62,10 @@ class TopK(Compression):
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
             raise ValueError(f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02 sends 2 %.")
-        _check_values(self.values, "chooses by itself which values it sends")
+        _check_values(self.values, "chooses itself which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is not known. It is 'groups', the default, or 'senders': the sum of a value is"
+                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the sum of a value is"
                 " divided by the number of all groups that count, or of those that sent it."
             )
 
@@ -202,9 +202,9 @@ class Threshold(TopK):
         super().__post_init__()
         if (self.least is None) == (self.every is None):
             raise ValueError(
-                f"Threshold(least={self.least!r}, every={self.every!r}) needs one threshold. Give least=3.0 to send"
-                " what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for ten"
-                " launches."
+                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the two. Give least=3.0 to"
+                " send what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for"
+                " ten launches."
             )
         least, every = self.least, self.every
         if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0):
@@ -368,7 +368,7 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the values"
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to encode the values"
             " that are sent."
         )
     if values.varies():
@@ -389,7 +389,7 @@ class _Chance(Compression):
             raise ValueError(
                 f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32 sends 3 %."
             )
-        _check_values(self.values, "keeps a threshold for each place, and chance picks other places every time")
+        _check_values(self.values, "keeps a threshold for each place, but here random places are sent each time")
 
     @override
     def at(self: Self, step: int) -> Self:

@@ -56,8 +56,8 @@ class ErrorFeedback(Compression):
     def __post_init__(self) -> None:
         if not isinstance(self.compression, Compression) or isinstance(self.compression, ErrorFeedback):
             raise ValueError(
-                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it must be an instance of"
-                " another compression. Pass one, such as FP4()."
+                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an instance of another"
+                " compression. Pass one, such as FP4()."
             )
         if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
             raise ValueError(
@@ -115,19 +115,21 @@ class ByLink(Compression):
 
     def __post_init__(self) -> None:
         if isinstance(self.menu, str) or not isinstance(self.menu, Sequence) or not 1 <= len(self.menu) <= 256:
-            raise ValueError(f"menu={self.menu!r} is no menu: give a list of codes, such as ['fp4', 'int2', 'sparse'].")
+            raise ValueError(
+                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4', 'int2', 'sparse']."
+            )
         object.__setattr__(self, "menu", tuple(self.menu))
         for code in self.menu:
             if isinstance(code, Compression) and code.varies():
                 raise ValueError(
-                    f"{code!r} in menu={self.menu!r} has payloads of lengths that are not known beforehand, so nobody"
-                    " can tell if a link carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
+                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is unknown whether a link"
+                    " carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
                 )
         seconds = self.within
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds != "overlap" and not (is_number and 0 < float(seconds) < math.inf):
             raise ValueError(
-                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or 'overlap', for those"
+                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or 'overlap', the time"
                 " that overlap_steps take. 'overlap' is the default."
             )
 

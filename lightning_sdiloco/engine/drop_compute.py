@@ -70,7 +70,7 @@ class DroppingLoader:
         if not hasattr(loader, "__len__"):
             raise ValueError(
                 "DropCompute needs a loader with a length: the last micro-batch of an epoch synchronises the gradients"
-                " and must not be left out. Give the loader a __len__."
+                " and must not be dropped. Give the loader a __len__."
             )
         self.drop, self.loader, self.length, self._clock = drop, loader, len(loader), clock
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
@@ -187,8 +187,8 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not go with {kinds[0]}: the ranks of a worker group meet there in every micro-batch, and"
-            " would wait in vain for one that leaves it out. Use groups that hold the model whole, or leave it out."
+            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in every micro-batch,"
+            " and would wait for one that drops it. Use groups whose ranks hold the whole model, or leave it out."
         )
 
 

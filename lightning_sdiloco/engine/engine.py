@@ -254,7 +254,7 @@ class StreamingDiLoCo:
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
-                f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was"
+                f"trained={trained!r} is not a number of micro-batches: it must be a whole number, 0 if the group was"
                 " idle. Give 1 for an inner step without micro-batches, or leave it out."
             )
         for _ in range(self.rounds.missing_gradients(self.inner_steps + 1, not trained)):
@@ -548,9 +548,9 @@ class StreamingDiLoCo:
         self._require_no_site()
         if not self.settings.shares:
             raise ValueError(
-                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} does"
-                " not follow: groups hold outer parameters of their own, and a frozen one would stay different. Choose"
-                " what is trainable before training, and train in several fits."
+                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} cannot"
+                " follow: groups hold their own outer parameters, and a frozen one would stay different. Choose what is"
+                " trainable before training, and train in several fits."
             )
         before = self.rounds.fragments
         fragments = cut_again(self.model, before, self.settings, self.topology)
@@ -572,9 +572,9 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "Fragments and settings of a site are those of the run config: while it trains, parameters cannot be"
-                " frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer"
-                " model of this one."
+                "A site's fragments and settings are fixed by the run config: while it trains, parameters cannot be"
+                " frozen or become trainable, and settings cannot change. Found another run, from the outer model of"
+                " this one."
             )
 
     def report(self) -> dict[str, float]:
@@ -601,9 +601,9 @@ def _warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int
         return max(given, steps + 1)
     if was == 0:
         raise ValueError(
-            f"warmup_steps={given} was given, and this run began with no warm-up: until inner step {steps} its groups"
-            " have trained alone, so there is no model that all of them could warm up. Leave warmup_steps out to go on"
-            " with this run, or start a new one."
+            f"warmup_steps={given} was given, but this run began without a warm-up: until inner step {steps} its groups"
+            " have trained alone, so they have no common model to warm up. Leave warmup_steps out to continue this run,"
+            " or start a new one."
         )
     if says:
         _log.warning(

@@ -273,8 +273,8 @@ class Synchronizer:
             missing = self._told(missing, stage)
         if missing is not None:
             raise ExchangeError(
-                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in"
-                " flight. The run cannot go on without it. See why that group stopped or is unreachable; if it was only"
+                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in flight."
+                " The run cannot continue without it. Find out why that group stopped or is unreachable; if it was only"
                 " slow, raise timeout."
             ) from missing
         sent = sum([exchange.bytes_sent - was for (exchange, _), (was, _) in zip(posts, before, strict=True)])
@@ -311,7 +311,8 @@ class Synchronizer:
             told = ", ".join(f"group {group}: {value}" for group, value in values.items())
             raise AgreementError(
                 f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
-                f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
+                f" ({told}). If training went on, they would drift apart unnoticed. Resume all groups from one"
+                " checkpoint."
             )
         # Of a leg without finite values, each group goes back to its own outer parameters.
         if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):
@@ -391,7 +392,7 @@ def mean_of_buffers(
         means.append(finite_mean(own, before.flatten() if keeps else None))
     if left_out and says:
         _log.warning(
-            "Buffers that are not finite are left out of the mean, and the outer ones take their place: %s.",
+            "Buffers that are not finite are left out of the mean and get the outer values: %s.",
             ", ".join(f"{name!r} of {who}" for who, name in left_out.items()),
         )
     return torch.cat(means)

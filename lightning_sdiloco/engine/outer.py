@@ -292,8 +292,7 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     if missing or len(index) != len(parameters):
         raise ValueError(
             f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the shards {missing} of"
-            f" {len(parameters)}. It must hold every shard it is given, and nothing else. Pass the shards on as they"
-            " are."
+            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on unchanged."
         )
     return [index[id(parameter)] for parameter in parameters]
 
@@ -319,7 +318,7 @@ def _check_elementwise(make: Make, count: int) -> None:
         raise ValueError(
             "outer_optimizer does not work elementwise: stepping a vector whole and in two halves gave different"
             " values. It sees flat shards of fragments, whose shapes and norms mean nothing. Choose an optimizer that"
-            " treats every value on its own, such as torch.optim.SGD or torch.optim.AdamW."
+            " treats each value separately, such as torch.optim.SGD or torch.optim.AdamW."
         )
 
 
@@ -386,7 +385,7 @@ class Rates:
             try:
                 self._scheduler.step()
             except Exception as error:
-                reason = f"cannot be stepped by the count of rounds alone: {error}"
+                reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
             # Some end before, such as OneCycleLR: then the rounds that they have are compared. Once, at the start: from
@@ -412,8 +411,8 @@ class Rates:
             except Exception as error:
                 raise ValueError(
                     f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}."
-                    f" Give the {type(self._scheduler).__name__} as many rounds as the training has, or choose one that"
-                    " does not end."
+                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or choose one without an"
+                    " end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
@@ -449,11 +448,11 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
             " the optimizer alone and must return a torch scheduler; bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
-        raise _unusable(scheduler, "is no torch.optim.lr_scheduler.LRScheduler")
+        raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise _unusable(scheduler, "needs a metric, which an outer step does not have")
     if scheduler.optimizer is not carrier:
-        raise _unusable(scheduler, "schedules another optimizer than the one that it was given")
+        raise _unusable(scheduler, "schedules another optimizer than the one it was given")
     # Schedulers warn if their optimizer has not stepped before them.
     carrier.step()
     return scheduler

@@ -321,7 +321,7 @@ class Rounds:
             return 0
         if not idle:
             raise RuntimeError(
-                f"Inner step {step} belongs to the warm-up, and its gradients were not averaged. Call"
+                f"Inner step {step} belongs to the warm-up, but its gradients were not averaged. Call"
                 " average_gradients() after backward(), before gradients are clipped and the optimizer steps; or leave"
                 " out warmup_steps."
             )
@@ -379,7 +379,7 @@ class Rounds:
         if self.flights or steps >= min(own, settings.sync_every):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
-                f" chosen before the first launch only: before inner step {own}."
+                f" chosen only before the first launch: before inner step {own}."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,8 +406,8 @@ class Rounds:
         for what, now in self.described().items():
             if state["described"][what] != now:
                 raise ValueError(
-                    f"The state is that of another {what}: it was {state['described'][what]}, now it is {now}. Resume"
-                    " with the one that it was saved with."
+                    f"The state was saved with another {what}: it was {state['described'][what]}, now it is {now}."
+                    " Resume with the one it was saved with."
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)

@@ -81,9 +81,9 @@ def require_coverage(model: nn.Module, known: Collection[int]) -> None:
     if new:
         first = next(clean_name(name) for name, parameter in model.named_parameters() if id(parameter) in new)
         raise AgreementError(
-            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and"
-            " every group would train its own. With Lightning, change what is trainable between epochs, at the latest"
-            " in on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
+            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and every group"
+            " would train its own. With Lightning, change what is trainable between epochs, in on_train_epoch_start at"
+            " the latest; in your own loop call recut() afterwards, on all ranks."
         )
 
 
@@ -206,7 +206,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
         if expected != held:
             raise ValueError(
                 f"torch says that it is divided{described_sharding(tensor)}, but this rank holds {held} of"
-                f" {tuple(tensor.shape)} where that would be {expected}"
+                f" {tuple(tensor.shape)} instead of {expected}"
             )
     runs = list[Runs]()
     for along in positions:
@@ -236,8 +236,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} values where it has {prod(shape)}, so that some"
-            " are missing or are held in several ways"
+            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in several ways"
         )
     return specs
 

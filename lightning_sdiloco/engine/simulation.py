@@ -53,7 +53,7 @@ class SimulatedGroups:
         self, models: Sequence[nn.Module], inner_optimizers: Sequence[Sequence[Optimizer]] = (), **settings: Any
     ) -> None:
         if not models:
-            raise ValueError("models is empty. Give one model for each worker group that shall be simulated.")
+            raise ValueError("models is empty. Give one model for each simulated worker group.")
         state = models[0].state_dict()
         for model in models[1:]:
             model.load_state_dict(state)
@@ -123,7 +123,7 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
             other = owners.setdefault(address, group)
             if other != group:
                 raise ValueError(
-                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so that each"
-                    " would step on what the other does. load_state_dict keeps the tensors that it is given: load"
-                    " copy.deepcopy(state) in each group."
+                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so each would"
+                    " step on the other's. load_state_dict keeps the tensors it is given: load copy.deepcopy(state) in"
+                    " each group."
                 )

@@ -146,16 +146,16 @@ class Federation:
         ):
             if is_refused:
                 value = getattr(settings, name)
-                raise ValueError(f"{name}={value!r} does not go with a federation: {why}. Leave {name} out.")
+                raise ValueError(f"{name}={value!r} does not work with a federation: {why}. Leave {name} out.")
         if self.mean == "hub":
             if settings.outer.clip_norm is not None:
                 raise ValueError(
-                    f"clip_norm={settings.outer.clip_norm:g} does not go with mean='hub', which clips nothing. Leave"
+                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which clips nothing. Leave"
                     " one of them out."
                 )
             if code_of(settings) is None:
                 raise ValueError(
-                    f"compression={settings.compression!r} does not go with mean='hub': a hub reads 'fp4' and 'fp32',"
+                    f"compression={settings.compression!r} does not work with mean='hub': a hub reads 'fp4' and 'fp32',"
                     " with and without memory. Choose one of them, or leave mean out."
                 )
 
@@ -164,11 +164,11 @@ class Federation:
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
-                f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave"
+                f"worker_groups={topology.num_groups} does not work with a federation: a site is one worker group. Leave"
                 " it out, and start the others as sites of their own."
             )
         if self.mean == "hub" and any(isinstance(own.layout, ShardedLayout) for own in rounds.fragments):
-            raise ValueError("mean='hub' does not go with a model that is sharded over the ranks. Leave it out.")
+            raise ValueError("mean='hub' does not work with a model that is sharded over the ranks. Leave it out.")
         ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:

@@ -142,9 +142,9 @@ class Epochs:
             words = topology.progress.collect(self._told.popleft()[1], deadline)
         except Unanswered as error:
             raise ExchangeError(
-                f"{error} while worker group {topology.group_index}, after batch {self._last} of the epoch,"
-                " waited to hear where the others are. The run cannot go on without it. See why that group stopped or"
-                " is unreachable; if it was only slow, raise timeout."
+                f"{error} while worker group {topology.group_index}, after batch {self._last} of the epoch, waited to"
+                " hear where the others are. The run cannot continue without it. Find out why that group stopped or is"
+                " unreachable; if it was only slow, raise timeout."
             ) from error
         return [word.clone().view(torch.int64).tolist() for word in words]
 
@@ -212,7 +212,7 @@ class Epochs:
         text = ", ".join(f"group {group} has {' and '.join(numbers)}" for group, numbers in told.items())
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batch to train on: {text}. Epochs end together, so nobody would train."
+                f"Some worker groups have no batch to train on: {text}. Epochs end together, so no group would train."
                 " Give every group data, or train with fewer worker groups."
             )
         loop.max_batches = agreed
@@ -261,10 +261,10 @@ class Epochs:
         if item is None:
             if _YIELDED_NONE not in said and topology.group_rank == 0:
                 _log.warning(
-                    "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
-                    " idle batches, in which it does not train, until all end the epoch together: when the data of all"
-                    " has ended, or after the landing of its next launch. A loader with a length, or"
-                    " limit_train_batches as a number of batches, avoids them. This is said once.",
+                    "Worker group %d has no more batches in epoch %d after %d, but others have. It follows them with"
+                    " idle batches, in which it does not train, until all groups end the epoch together: when all data"
+                    " has ended, or when its next launch has landed. To avoid them use a loader with a length, or"
+                    " limit_train_batches as a number of batches. Shown once.",
                     topology.group_index,
                     trainer.current_epoch,
                     self.fetched,
@@ -322,8 +322,8 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "Not every rank logged %s in epoch %d, where a reduction would wait for those without: dropped. Log it on"
-            " every rank, or without sync_dist on one. A worker group without a batch in an epoch logs nothing.",
+            "Not every rank logged %s in epoch %d, and a reduction would wait for those that did not: dropped. Log it"
+            " on every rank, or on one without sync_dist. A worker group without a batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
@@ -359,14 +359,14 @@ def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
             if isinstance(wrapper, DroppingLoader):
                 if not trainer.lightning_module.automatic_optimization:
                     raise ValueError(
-                        "DropCompute does not go with manual optimization: only the module knows when gradients are"
-                        " synchronised. Optimize automatically, or skip the batches that are None in a loop of your"
-                        " own."
+                        "DropCompute does not work with manual optimization: only the module knows when gradients are"
+                        " synchronised. Use automatic optimization, or skip the batches that are None in your own loop."
                     )
                 if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
                     raise ValueError(
                         f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
-                        f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Give both the same number."
+                        f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set both to the same"
+                        " number."
                     )
                 # Lightning steps after its last batch, which limits of the trainer or of other groups may put earlier.
                 wrapper.length = min(wrapper.length, int(trainer.num_training_batches))

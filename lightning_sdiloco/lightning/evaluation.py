@@ -61,9 +61,9 @@ class ShownModel:
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
-                "Up to inner step %d, when every fragment has landed once, validation and checkpoints hold the mean of"
-                " the worker groups, for which these exchange all fragments in float32: the outer model holds values"
-                " until then that nobody has trained. This is said once.",
+                "Until every fragment has landed once, after inner step %d, validation and checkpoints use the mean of"
+                " the worker groups, which they exchange in float32: the outer model still holds untrained values."
+                " Shown once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
         self._warns = False
@@ -90,9 +90,9 @@ class ShownModel:
             self.exchange(engine)
         if self.mean is None and not is_shown and not engine.has_landed:
             _log.warning(
-                "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed"
-                " once. It holds the local values of this group: after an exception or a signal, or for one rank"
-                " alone, the groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
+                "This state_dict of worker group %d was taken after inner step %d, before every fragment has landed"
+                " once. It holds this group's local values: after an exception or a signal, or when one rank saves"
+                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -131,7 +131,7 @@ class Evaluation:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
-                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                "This state_dict was taken after an exception. It holds this rank's local parameters: gathering the"
                 " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
             )
             return local()

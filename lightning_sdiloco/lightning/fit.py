@@ -47,8 +47,8 @@ _log = logging.getLogger(__name__)
 _MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or give"
-    " collectives group=trainer.strategy.topology.in_group.process_group."
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or pass"
+    " group=trainer.strategy.topology.in_group.process_group to collectives."
 )
 
 
@@ -182,8 +182,8 @@ class Fit(FitState):
         now = {name for fragment in engine.fragments for name in fragment.names}
         if self.trainer.is_global_zero:
             _log.warning(
-                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut into %d"
-                " fragments anew, and the rounds begin again.",
+                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut again, into"
+                " %d fragments, and rounds restart.",
                 len(now - before),
                 len(before - now),
                 len(engine.fragments),
@@ -220,8 +220,8 @@ class Fit(FitState):
             return []
         if engine.is_finished:
             raise RuntimeError(
-                "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
-                " joined already. Set them before trainer.fit, or fit again."
+                "Training continues after its last batch: max_epochs or max_steps was raised after the worker groups"
+                " had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.launches_next:
@@ -270,7 +270,7 @@ class Fit(FitState):
             if self.trainer.is_global_zero:
                 _log.warning(
                     "The warm-up ends after %d inner steps, not after %d: training waits for gradients for %.0f %% of"
-                    " the time. Give warmup_steps=%d to have it all the same.",
+                    " the time. Set warmup_steps=%d to keep the longer warm-up.",
                     STEPS + 1,
                     was,
                     100 * share,
@@ -285,7 +285,8 @@ class Fit(FitState):
         if trainer.current_epoch == 0 and (self.engine is None or not self.engine.inner_steps):
             _log.warning(
                 "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
-                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
+                " worker groups train apart. Return your optimizers there, and step those that self.optimizers()"
+                " returns."
             )
 
     def _note(self, landings: list[Landing]) -> None:

@@ -197,7 +197,7 @@ class Signals:
             # Not a name that Lightning looks for: it would resume a later job from this file unasked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
-            told = f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
+            told = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
         else:
             told = (
                 "No checkpoint was saved, because the trainer saves none (enable_checkpointing, fast_dev_run,"
@@ -217,9 +217,7 @@ def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
         connector.received_sigterm = True
 
     def refuse(_: Any, signum: int, frame: Any) -> None:
-        _log.warning(
-            "Signal %s asks to requeue the job. Outside trainer.fit there is no state to requeue it with.", signum
-        )
+        _log.warning("Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.", signum)
 
     wrap(undo, connector, "_sigterm_notifier_fn", terminate)
     wrap(undo, connector, "_slurm_sigusr_handler_fn", refuse)

@@ -104,8 +104,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
-                " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which runs the script"
+                " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
         del arguments["ddp_kwargs"]
@@ -142,9 +142,9 @@ class WholeModel:
         resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
         if resumes and wrapped.static_graph and topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another"
-                " order than those of later steps. In a worker group of %d ranks the resumed run may round"
-                " differently from one that was not interrupted; without static_graph it gives the same bits.",
+                "With static_graph=True DistributedDataParallel adds up the gradients of the first step in another"
+                " order than later ones. In a worker group of %d ranks the resumed run may round differently from an"
+                " uninterrupted one; without static_graph it gives the same bits.",
                 topology.group_size,
             )
         return wrapped
@@ -173,9 +173,9 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among"
-                " the ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with"
-                " the strategy's own arguments."
+                f"ddp_kwargs contains {name!r}, which the strategy sets itself: DistributedDataParallel runs among the"
+                " ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with the"
+                " strategy's own arguments."
             )
         if name not in known:
             near = get_close_matches(str(name), known)
@@ -248,8 +248,7 @@ class ShardedModel(WholeModel):
         if data * tensor != size:
             raise ValueError(
                 f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do not fill a worker"
-                f" group, which has {size} ranks: their product must be that number. Change one of them, or"
-                " worker_groups."
+                f" group of {size} ranks: their product must be that number. Change one of them, or worker_groups."
             )
         self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
         return layout
@@ -289,9 +288,7 @@ class ShardedModel(WholeModel):
             whole = checkpoint.pop("state_dict")
             if strict and state.keys() != whole.keys():
                 missing, unexpected = sorted(state.keys() - whole.keys()), sorted(whole.keys() - state.keys())
-                raise RuntimeError(
-                    f"The checkpoint is not of this model. Missing: {missing}. Unexpected: {unexpected}."
-                )
+                raise RuntimeError(f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}.")
             with torch.no_grad():
                 for name in state.keys() & whole.keys():
                     if isinstance(state[name], Tensor):
@@ -308,10 +305,10 @@ def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, in
     alone = [name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
     if data > 1 and alone:
         raise ValueError(
-            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's"
-            f" data_parallel dimension, which has {data} ranks: their gradients would not be averaged, and the"
-            " ranks of a group would train different models. Call fully_shard on the module that holds them in"
-            " configure_model, with mesh=self.device_mesh['data_parallel']."
+            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's data_parallel"
+            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks of a group would train"
+            " different models. In configure_model call fully_shard on the module that holds them, with"
+            " mesh=self.device_mesh['data_parallel']."
         )
 
 

@@ -210,7 +210,7 @@ class StreamingDiLoCoMonitorMixin:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
-                "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
+                "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
                 f" {type(trainer.strategy).__name__}. Take the monitor out, or choose strategy='streaming_diloco'."
             )
 
@@ -268,8 +268,8 @@ class StreamingDiLoCoMonitorMixin:
             run = read_run(self._folder)
             if len(run.ranks) < trainer.world_size:
                 _log.warning(
-                    "%s has the records of %d of %d ranks: the others wrote to disks of their own. Copy theirs there,"
-                    " and `sdiloco report` makes the timeline of all.",
+                    "%s has the records of %d of %d ranks: the others wrote to their own disks. Copy theirs there, and"
+                    " `sdiloco report` shows the timeline of all.",
                     self._folder,
                     len(run.ranks),
                     trainer.world_size,
@@ -293,7 +293,7 @@ class StreamingDiLoCoMonitorMixin:
                 logger.experiment.log_artifact(page, name=f"sdiloco-report-{logger.version}", type="report")
         except Exception as error:
             _log.warning(
-                "The report is no artifact of the run of %s: %s `sdiloco report %s` makes it.",
+                "The report is not an artifact of the run of %s: %s `sdiloco report %s` makes it.",
                 type(logger).__name__,
                 error,
                 self._folder,
@@ -371,8 +371,8 @@ class StreamingDiLoCoMonitorMixin:
             path = self._file.name
             self._close()
             _log.warning(
-                "%s cannot be written: %s. Training goes on, and no more of it is recorded by this rank, until it is"
-                " started again. Make room on the disk.",
+                "%s cannot be written: %s. Training continues, but this rank records nothing more until it is"
+                " restarted. Make room on the disk.",
                 path,
                 error,
             )
@@ -490,9 +490,8 @@ def records_in(folder: str | Path) -> Path:
         if any(place.glob("rank_*.jsonl")):
             return place
     raise ValueError(
-        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor"
-        " wrote them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the"
-        " logger."
+        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a StreamingDiLoCoMonitor wrote:"
+        " add one to the trainer's callbacks; by default it writes into sdiloco in the logger's folder."
     )
 
 
@@ -680,8 +679,8 @@ class Announcement:
             # Where fragments follow each other faster than they land, what counts is all of them in a round.
             rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
             of_link = (
-                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it"
-                f" has to carry {readable_rate(8 * rate / 1e9)} from each rank"
+                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, so it has to"
+                f" carry {readable_rate(8 * rate / 1e9)} from each rank"
             )
         rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
         steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
@@ -694,9 +693,9 @@ class Announcement:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             give = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "A termination signal ends the fit when a launch that follows it has landed: after up to %d inner steps,"
-            " which take about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
-            " sync_every make it shorter.",
+            "After a termination signal the fit goes on until a launch that follows it has landed: up to %d inner"
+            " steps, about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
+            " sync_every shorten this.",
             steps,
             steps * seconds,
             seconds,
@@ -708,7 +707,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
     """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
     if (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
-    advice = f"For {ENOUGH_ROUNDS} rounds it needs more inner steps"
+    advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
         # What waits for a large part of a round comes too late to be of use.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
@@ -718,7 +717,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
             break
     _log.warning(
         "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups learn little from each"
-        " other, and the loss ends some percent above that of DDP. %s.",
+        " other, and the loss ends some percent above DDP's. %s.",
         schedule.sync_every,
         rounds,
         "round fits" if rounds == 1 else "rounds fit",

@@ -61,8 +61,8 @@ class Measured(NamedTuple):
     @override
     def __str__(self) -> str:
         return (
-            f"an inner step takes {self.step_time:.3g} s, the link carries {readable_rate(self.link.gbit_s)} with a"
-            f" round trip of {1000 * self.link.round_trip:.3g} ms, as measured"
+            f"the measured inner step takes {self.step_time:.3g} s and the link carries"
+            f" {readable_rate(self.link.gbit_s)} with a round trip of {1000 * self.link.round_trip:.3g} ms"
         )
 
 
@@ -108,16 +108,16 @@ class Options:
             (
                 first and settings.sync_every <= STEPS,
                 f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
-                f" measured, before the first launch. Choose {first} yourself, or a larger sync_every.",
+                f" measured before the first launch. Choose {first} yourself, or a larger sync_every.",
             ),
             (
                 first not in ("", "exchange") and settings.schedule is not None,
-                f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
+                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
             ),
             (
                 first and not settings.shares,
-                f"route={settings.route!r} does not go with {first}='auto': the planner plans rounds in which all"
+                f"route={settings.route!r} does not work with {first}='auto': the planner plans rounds in which all"
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
             ),
             (
@@ -127,40 +127,40 @@ class Options:
             ),
             (
                 self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them.",
+                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer' model (the default),"
+                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of them.",
             ),
             (
                 self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
                 f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
-                " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
-                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them.",
+                " or 'restart', which restarts rounds from its outer parameters; with the suffix ':newest' only the"
+                " newest checkpoint keeps the folder that a fit resumes from. Choose one of them.",
             ),
             (
                 self.federation is not None and not isinstance(self.federation, Federation),
-                f"federation={self.federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=...,"
+                f"federation={self.federation!r} is not a Federation. Give one: lightning_sdiloco.Federation(hub=...,"
                 " run=..., site=..., keys=...), or leave it out.",
             ),
             (
                 self.federation is not None and self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
-                " group. Leave it out, and start the others as sites of their own.",
+                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of a site are one"
+                " worker group. Leave it out, and start the others as their own sites.",
             ),
             (
                 self.federation is not None and first,
-                f"{first}='auto' does not go with a federation: its sites are launched on their own, and all bring the"
-                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or that of the"
-                " site that founded the run (sdiloco doctor --hub shows it).",
+                f"{first}='auto' does not work with a federation: its sites are launched separately, and all need the"
+                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or what the run"
+                " was founded with (sdiloco doctor --hub shows it).",
             ),
             (
                 self.federation is not None and self.restarts,
-                f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
-                " leave it out.",
+                f"resume={self.resume!r} does not work with a federation: a site resumes from its own checkpoint, or"
+                " fetches a state. Leave it out.",
             ),
             (
                 self.federation is not None and self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
-                " choose 'outer' or 'local'.",
+                f"evaluate={self.evaluate!r} does not work with a federation: validation does not wait for other sites."
+                " Choose 'outer' or 'local'.",
             ),
         ):
             if holds:
@@ -207,8 +207,8 @@ class Options:
             groups = Groups(1.0, topology.num_groups, topology.group_size)
             sent = Streaming(Model.of_parameters(trainable(model)), self.settings, groups).bytes_in(chosen)
             _log.warning(
-                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups take the"
-                " mean of their gradients: each sends %s. Give warmup_steps=0 for none.",
+                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups average"
+                " their gradients: each sends %s. Give warmup_steps=0 for none.",
                 *(chosen, 100 * chosen / self.steps, self.steps, topology.num_groups, readable(sent)),
             )
 
@@ -233,8 +233,8 @@ class Options:
                 )
             except (ValueError, SyntaxError):
                 raise ValueError(
-                    f"{name}='auto' was given, and the run has {name}={saved[name]}, which cannot be made of its text."
-                    f" Give the same {name} as then."
+                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]}, which cannot be read from"
+                    f" its text. Give the same {name} as then."
                 ) from None
         self.auto, self.settings = (), replace(self.settings, **chosen)
 
@@ -266,7 +266,7 @@ class Options:
             backend: Any = kind_and_backend(settings.exchange)[1]
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
-                _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
+                _log.warning("Chosen: exchange=%r, from these measured links in Gbit/s.", settings.exchange)
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
@@ -349,6 +349,6 @@ def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[
         settings.fragments,
         fragments,
         settings.compression,
-        measured or "there is one worker group, to which they are all the same",
+        measured or "there is one worker group, for which all settings cost the same",
     )
     return numbers

@@ -49,9 +49,8 @@ class Results:
         source = self.engine or self.other
         if source is None:
             raise RuntimeError(
-                "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
-                " on, the outer parameters and the report from on_train_batch_start on, and all after a fit in which"
-                " anything was trained."
+                "There is nothing to read yet: fragments and schedule are known from on_fit_start on, outer parameters"
+                " and the report from on_train_batch_start on, and everything after a fit that trained."
             )
         return source
 

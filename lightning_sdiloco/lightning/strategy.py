@@ -339,7 +339,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
                     f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " them, also between worker groups, which train apart. Return the optimizer it wraps from"
                     " configure_optimizers instead."
                 )
 
@@ -405,9 +405,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         # Callbacks have run, and all ranks hold the same model.
         if self.model is not None and not is_aligned(self.model, self.topology, with_buffers=False):
             raise AgreementError(
-                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
-                " put there is no model that the worker groups agree on. The outer model is in"
-                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end, and the"
+                " worker groups do not agree on what it put there. The outer model is in strategy.outer_state_dict()"
+                " and in the last checkpoint; take the callback out."
             )
         self.fit.signals.end_if_any_received()
 
@@ -515,7 +515,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
                     " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss,"
-                    " for instance, are those of the group. This is said once.",
+                    " for instance, come from the group. Shown once.",
                     topology.group_size,
                 )
             fit.has_gathered = True

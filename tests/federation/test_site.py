@@ -593,7 +593,7 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.Log
     for rank in (rank for site in sites for rank in site):
         assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].buffers.outer)
         assert rank.model[1].running_var.isfinite().all()
-    assert "left out of the mean, and the outer ones take their place: '1.running_var' of site 's1'." in caplog.text
+    assert "left out of the mean and get the outer values: '1.running_var' of site 's1'." in caplog.text
 
 
 def test_ranks_share_what_their_site_sends_and_fetches() -> None:

@@ -316,7 +316,7 @@ REFUSED = [
     (["FILE", *DEVICES], "2 worker groups for 4 processes"),
     (["FILE", "--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
     (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
-    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
+    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not work with --sites"),
     (["FILE", "--sites=2"], "--sites needs --step-time"),
     (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
     (["FILE", "--delays=1,2"], "Give --sites too"),

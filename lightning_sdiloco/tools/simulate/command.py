@@ -100,7 +100,7 @@ def simulate(
     if sites is not None:
         if sweep or methods or seeds:
             raise ValueError(
-                "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
+                "--sweep, --methods and --seeds do not work with --sites. Give one run of a federation at a time."
             )
         if step_time is None:
             raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
