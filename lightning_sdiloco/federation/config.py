@@ -84,7 +84,7 @@ class Federation:
             value = getattr(self, name)
             if not isinstance(value, str) or not NAME.fullmatch(value):
                 raise ValueError(
-                    f"{name}={value!r} is no name: it must have letters, digits, and '.', '_' or '-' between them."
+                    f"{name}={value!r} is not a name: it must have letters, digits, and '.', '_' or '-' between them."
                     f" Choose another {name}."
                 )
         self._require("lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default")
@@ -106,7 +106,7 @@ class Federation:
         hub_addresses(self.hub)
         if self.sites is not None:
             raise ValueError(
-                f"sites={self.sites} is nothing that a site says: the hub does (sdiloco hub --sites). Leave it out."
+                f"sites={self.sites} cannot be set by a site, only by the hub (sdiloco hub --sites). Leave it out."
             )
         bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
         if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
@@ -138,9 +138,9 @@ class Federation:
         for name, is_refused, why in (
             ("exchange", kind not in ("auto", "gather"), f"in its second hop {all_wait}"),
             ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
-            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; they can begin from one checkpoint"),
+            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; start all from one checkpoint instead"),
             ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
-            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all have sent"),
+            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all sites have sent"),
             ("weighing", settings.weighing is not None, "sites come and go, and are weighed by their samples"),
             ("mixing", isinstance(settings.mixing, LandingRule), "how a site lands depends on whether it counted"),
         ):
@@ -164,8 +164,8 @@ class Federation:
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
-                f"worker_groups={topology.num_groups} does not work with a federation: a site is one worker group. Leave"
-                " it out, and start the others as sites of their own."
+                f"worker_groups={topology.num_groups} does not work with a federation: a site is one worker group."
+                " Leave it out, and start the others as their own sites."
             )
         if self.mean == "hub" and any(isinstance(own.layout, ShardedLayout) for own in rounds.fragments):
             raise ValueError("mean='hub' does not work with a model that is sharded over the ranks. Leave it out.")
@@ -182,7 +182,7 @@ class Federation:
             }
             ours = replace(ours, terms=replace(ours.terms, **founded))
             for patch in ours.require_same(run_config):
-                _log.warning("%s. What its arithmetic makes of known values is the same, so this site joins.", patch)
+                _log.warning("%s. Both compute the same from known values, so this site joins.", patch)
         except Exception:
             connection.own.leave()
             connection.own.close()

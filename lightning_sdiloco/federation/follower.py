@@ -170,8 +170,8 @@ class Progress:
     def parted(self, round: int) -> AgreementError:
         """Returns the error for a round that is another one at the hub than here."""
         return AgreementError(
-            f"Round {round} of fragment {self.fragment} is another one at the hub than this site knows. Their histories"
-            " have parted: resume this site from a checkpoint of before, or restore the ledger of the hub."
+            f"Round {round} of fragment {self.fragment} differs between the hub and this site: their histories have"
+            " parted. Resume this site from an earlier checkpoint, or restore the hub's ledger."
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
@@ -279,10 +279,9 @@ class Follower:
         for own, closed in zip(self.fragments, welcome.closed, strict=True):
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(
-                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, and {self.site} has applied"
-                    f" {own.applied.round}. After `sdiloco hub rollback`, start the site again from a checkpoint of"
-                    " before, or without one. Otherwise the hub has lost records, or is not that of this run: restore"
-                    " its ledger."
+                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, but {self.site} has applied"
+                    f" {own.applied.round}. After `sdiloco hub rollback`, restart the site from an earlier checkpoint,"
+                    " or without one. Otherwise the hub has lost records, or serves another run: restore its ledger."
                 )
             if own.digest is not None and closed.round == own.applied.round and closed != own.applied:
                 raise own.parted(closed.round)
@@ -301,9 +300,9 @@ class Follower:
         self._alone_since = now if self._alone_since is None else self._alone_since
         if now - self._alone_since > self._patience:
             raise ExchangeError(
-                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, which is more than"
-                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: start it again when the hub"
-                f" is back. {why}".rstrip()
+                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, longer than"
+                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: restart it when the hub is"
+                f" back. {why}".rstrip()
             )
 
     @property
@@ -435,9 +434,9 @@ class Follower:
             if own.refused == record.round:
                 raise AgreementError(
                     f"Round {record.round} of fragment {own.fragment} was measured against outer parameters that cannot"
-                    " be made again: with another state this site came to others too. Its arithmetic is not that of"
-                    " the others, or those who held them are gone. Roll the run back to a round before (sdiloco hub"
-                    " rollback)."
+                    " be restored: with another state this site computed others, too. Its arithmetic differs from the"
+                    " other sites', or the sites that held them are gone. Roll the run back to an earlier round"
+                    " (sdiloco hub rollback)."
                 )
             own.refused = record.round
             return MergeAction.REFUSE
@@ -446,10 +445,10 @@ class Follower:
         own.too_long = own.too_long + 1 if without and without.reason == "too long" else 0
         if own.too_long >= _MOST_TOO_LONG:
             raise AgreementError(
-                f"What {self.site} contributed to fragment {own.fragment} was left out {own.too_long} times in a row:"
-                " it was too long beside what it contributed before, and what the others did. This site leaves, and"
-                " they go on. Look at its data, its learning rate and its machine; started again without a checkpoint,"
-                " it begins from what the others have."
+                f"{self.site}'s contributions to fragment {own.fragment} were left out {own.too_long} times in a row:"
+                " they were too long compared with its earlier ones and the other sites'. This site leaves, and the"
+                " others continue. Look at its data, its learning rate and its machine; restarted without a checkpoint,"
+                " it begins from the others' state."
             )
         return landing
 
@@ -497,12 +496,12 @@ class Follower:
 
 def _require_sound(own: Progress, position: Position, said: int, digest: int) -> None:
     if said != digest:
-        raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x} and not {said:x}")
+        raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x}, not {said:x}")
     if position.round + 1 < own.kept:
-        raise Refused(f"the state is at round {position.round} of fragment {own.fragment}; what follows is gone")
+        raise Refused(f"the state is at round {position.round} of fragment {own.fragment}; later records are gone")
     at, after = own.records.get(position.round), own.records.get(position.round + 1)
     known = own.applied if own.applied.round == position.round else at.position if at else position
     if position != known or (after and after.previous != position.key):
         raise Refused(f"the state has another history of fragment {own.fragment} than the records")
     if after and after.digest != digest:
-        raise Refused(f"the state is not what the others hold of fragment {own.fragment} after round {position.round}")
+        raise Refused(f"the state differs from the others' in fragment {own.fragment} after round {position.round}")

@@ -168,8 +168,8 @@ class Ledger:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
         if member and member.incarnation != hello.incarnation and member.connected and member.until > now:
             raise Refused(
-                f"the name {hello.site} is in use by a living process: end it first, or wait for"
-                f" {member.until - now:.1f} s if it is dead"
+                f"the name {hello.site} is in use by a running process: stop it first, or wait {member.until - now:.1f}"
+                " s if it is dead"
             )
         applied = tuple(position.round for position in hello.applied)
         follows = bool(member and member.connected and member.incarnation == hello.incarnation and member.follows)
@@ -230,13 +230,11 @@ class Ledger:
             raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
         closed = self.closed[own.fragment].round
         if own.round > closed + 1:
-            raise Refused(f"round {own.round} of fragment {own.fragment} rests on records that are not here: {closed}")
+            raise Refused(f"round {own.round} of fragment {own.fragment} builds on records that are not here: {closed}")
         if own.round <= closed or own.fragment in self.closing or self.has_ended(own.fragment):
             return Answer.LATE
         if own.previous != self.closed[own.fragment].key:
-            raise Refused(
-                f"round {own.round} of fragment {own.fragment} rests on another history than that of this hub"
-            )
+            raise Refused(f"round {own.round} of fragment {own.fragment} builds on another history than this hub's")
         round = self.open.get(own.fragment)
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 
@@ -328,8 +326,8 @@ class Ledger:
         if not majorities:
             if any(not own.finite for own in round.here.values()):
                 raise AgreementError(
-                    f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
-                    " checkpoint before that, for example with gradient clipping or a smaller learning rate."
+                    f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from an"
+                    " earlier checkpoint, for example with gradient clipping or a smaller learning rate."
                 )
             return []
         largest, *others = sorted(majorities.values(), key=len, reverse=True)
@@ -345,8 +343,8 @@ class Ledger:
         )
         raise AgreementError(
             f"The sites hold different outer parameters of fragment {fragment} after round"
-            f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"
-            " wrong (sdiloco hub evict), so that they fetch a state from the others."
+            f" {self.closed[fragment].round}, without a majority: {sides}. Evict the sites that are wrong (sdiloco hub"
+            " evict), so that they fetch a state from the others."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:

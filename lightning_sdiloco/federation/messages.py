@@ -151,7 +151,7 @@ class Record(Message):
         record = super().from_bytes(data)
         sites = [own.site for own in record.counted]
         if not sites or sites != sorted(set(sites)):
-            raise Malformed("record.counted does not name its sites once each, in their order")
+            raise Malformed("record.counted must name its sites once each, in their order")
         for own in record.counted:
             if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
                 raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")

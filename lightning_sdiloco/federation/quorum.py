@@ -94,7 +94,7 @@ class DynamicBackup(Quorum):
         if not 0 < self.least <= 1:
             raise ValueError(
                 f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share of the sites. Choose"
-                " another least; 0.5 is the default, and Federation(quorum=3) is for a number of sites."
+                " another least; 0.5 is the default. For a number of sites give Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:
@@ -150,20 +150,20 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
     path = next((path for path, own in _BUILT_IN.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
         raise ValueError(
-            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or a"
-            " frozen dataclass of your own that extends Quorum."
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or"
+            " your own frozen dataclass that extends Quorum."
         )
     if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
         raise ValueError(
-            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it in a module of its own, at"
-            " its top level."
+            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at the top level of its own"
+            " module."
         )
     arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
     try:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"quorum={quorum!r} has arguments that cannot stand in the run config: {error}. They must be numbers,"
+            f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They must be numbers,"
             " texts, lists and mappings, finite and short."
         ) from None
 
@@ -173,15 +173,15 @@ def imported(path: str) -> type[Quorum]:
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):
-            raise ImportError("it is no dotted name of a class")
+            raise ImportError("it is not a dotted name of a class")
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here, or is"
-            " in a folder of PYTHONPATH."
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here or in"
+            " a folder of PYTHONPATH."
         ) from None
     if not (isinstance(found, type) and issubclass(found, Quorum)):
-        raise ValueError(f"quorum={path!r} is no Quorum: it must extend lightning_sdiloco.Quorum.")
+        raise ValueError(f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum.")
     return found
 
 
@@ -191,7 +191,7 @@ def built_in(path: str, named: str | None = None) -> type[Any]:
         return imported(path)
     if path not in _BUILT_IN:
         raise Malformed(
-            f"it is none of this package: {', '.join(_BUILT_IN)}. The operator of the hub has to allow it: sdiloco hub"
+            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must allow it: sdiloco hub"
             f" --quorum {path}"
         )
     return _BUILT_IN[path]
@@ -203,7 +203,7 @@ def quorum_of(terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]]
     try:
         made = find(terms_quorum.class_path)(**terms_quorum.init_args)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the quorum of this run, {terms_quorum}, cannot be had here: {error}") from None
+        raise ValueError(f"the quorum of this run, {terms_quorum}, is not available here: {error}") from None
     if not isinstance(made, Quorum):
-        raise ValueError(f"the quorum of this run, {terms_quorum}, is no Quorum")
+        raise ValueError(f"the quorum of this run, {terms_quorum}, is not a Quorum")
     return made

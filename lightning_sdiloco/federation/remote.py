@@ -98,7 +98,7 @@ class HubConnection:
     # Before training
 
     def reach(self, seconds: float = _FIRST) -> None:
-        advice = " Every rank of a site speaks with the hub itself: its machine needs the way there, and the keys."
+        advice = " Each rank of a site calls the hub itself: its machine must reach the hub, and needs the keys."
         self._insist(lambda: self._client.call("ping"), seconds, advice)
 
     def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
@@ -207,8 +207,8 @@ class HubConnection:
         away = self._away_since
         if self._rank and away is not None and self.now() - away > self._patience:
             raise ExchangeError(
-                f"A rank of {self.site} has not reached the hub for more than patience={self._patience:.0f} s. The"
-                " checkpoint of the site holds what it trained: start it again when the hub can be reached."
+                f"A rank of {self.site} has not reached the hub for longer than patience={self._patience:.0f} s. The"
+                " site's checkpoint holds what it trained: restart it when the hub can be reached."
             )
         with self._changed:
             told, self._told = self._told, []
@@ -367,7 +367,7 @@ class HubConnection:
             # It is told again on the next connection.
             raise
         except Exception as error:
-            log.warning("a payload cannot be had: %s", error)
+            log.warning("a payload is not available: %s", error)
             return None
 
     def _begin(self, payload: Payload, pool: str = "large") -> "Future[Bytes]":

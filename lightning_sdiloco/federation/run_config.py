@@ -111,7 +111,7 @@ class RunConfig(Message):
     def __post_init__(self) -> None:
         for index, parameters in enumerate(self.fragments):
             if len(dict(parameters)) < len(parameters):
-                raise ValueError(f"run_config.fragments[{index}] does not name its parameters once each")
+                raise ValueError(f"run_config.fragments[{index}] must name its parameters once each")
 
     @cached_property
     def key(self) -> str:
@@ -162,7 +162,7 @@ class RunConfig(Message):
             raise Refused(
                 f"This site cannot join the run {other.run!r}, which was founded on another run config:"
                 f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model with the same settings"
-                " and versions. Start this one with those of the run."
+                " and versions. Start this one with the run's."
             )
         return patches
 

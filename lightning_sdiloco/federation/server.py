@@ -80,7 +80,7 @@ class Session:
             with suppress(queue.Empty):
                 while True:
                     self._waiting.get_nowait()
-            self.end(NoSpace(f"{self.peer.name!r} does not read what it is told."))
+            self.end(NoSpace(f"{self.peer.name!r} does not read its events."))
 
     def end(self, error: Failure | None = None) -> None:
         if not self._ended:
@@ -177,12 +177,12 @@ class Hub:
         bundle = None if keys is None else load(keys, "hub").bound(run)
         if bundle is None:
             warnings.warn(
-                "The hub serves without TLS: whoever reaches its port can read and change everything (insecure=True).",
+                "The hub serves without TLS: anyone who reaches its port can read and change all (insecure=True).",
                 stacklevel=2,
             )
         elif bundle.identity.role != "hub":
             whose = f"{bundle.identity.role} {bundle.identity.name!r}"
-            raise ValueError(f"The keys are those of {whose}, and a hub needs its own: give hub.bundle.")
+            raise ValueError(f"The keys belong to {whose}, but a hub needs its own: give hub.bundle.")
         self._run, self._bundle = run, bundle
         grpc = extra("grpc")
         self._server = grpc.server(
@@ -220,9 +220,7 @@ class Hub:
         except RuntimeError:
             self.port = 0
         if not self.port:
-            raise ValueError(
-                f"listen={listen!r} cannot be listened on: give a free port and an address of this machine."
-            )
+            raise ValueError(f"listen={listen!r} cannot be used: give a free port and an address of this machine.")
 
     def start(self) -> None:
         self._calls.start(self.push)
@@ -270,7 +268,7 @@ class Hub:
         watches = peer.incarnation if current is None else current.peer.incarnation
         if call not in LOOKING and peer.role == "site" and peer.incarnation != watches:
             raise Busy(
-                f"the name {peer.name} is in use by a living process: incarnation {peer.incarnation!r} is not the one"
+                f"the name {peer.name} is in use by a running process: incarnation {peer.incarnation!r} is not the one"
                 " that watches."
             )
         return peer, header, header.get("about", {}), body
@@ -313,7 +311,7 @@ class Hub:
             upload = self._arriving[place]
             upload.used = now
         if upload.size != size:
-            raise Malformed(f"blob {key} has {upload.size:,} bytes on another connection, and here {size:,}.")
+            raise Malformed(f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here.")
         return upload
 
     def _get(self, message: bytes, context: Any) -> Iterator[bytes]:
@@ -334,7 +332,7 @@ class Hub:
         waiting = bytearray()
         for key in map(checked_key, keys):
             if (size := self.store.size(key)) > CHUNK:
-                raise Refused(f"a blob of {size:,} bytes is fetched on its own.")
+                raise Refused(f"fetch a blob of {size:,} bytes on its own.")
             waiting += self.store.read(key, 0, size)
             if len(waiting) >= CHUNK:
                 yield bytes(waiting[:CHUNK])
@@ -416,7 +414,7 @@ class Hub:
                     )
                     context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), why[:1000])
                 log.exception("a call of %s failed", context.peer())
-                context.abort(codes.INTERNAL, "the hub failed; its log says why.")
+                context.abort(codes.INTERNAL, "the hub failed; see its log.")
 
         return told
 
@@ -446,13 +444,13 @@ class HubService(Hub):
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
-                f"ledger={str(ledger)!r} is a URL, and a run has one hub, whose ledger is a file on its machine: give a"
-                " path. Where that hub ends, start it again with it; sites train on meanwhile."
+                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on its machine: give a"
+                " path. If that hub ends, restart it with its ledger; sites train on meanwhile."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
-                f"backups={str(backups)!r} is no place for copies: the run itself is in that folder, and a copy would"
-                " take its place. Give another folder, on another disk."
+                f"backups={str(backups)!r} is not a place for copies: the run itself is in that folder, and a copy"
+                " would overwrite it. Give another folder, on another disk."
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
@@ -506,7 +504,7 @@ class HubService(Hub):
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:
-                log.exception("the hub could not do what is due, and tries again")
+                log.exception("the hub could not do its regular work, and tries again")
                 seconds = _AGAIN
             self._awake.wait(seconds)
             self._awake.clear()

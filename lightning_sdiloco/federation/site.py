@@ -169,9 +169,9 @@ def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
         buffers = {name: state["buffers"][name] for name in fragment.buffers.names}
     except Exception as error:  # whatever is wrong with what a stranger may have made
-        raise ValueError(f"what came is no state of fragment {fragment.index}: {error}") from error
+        raise ValueError(f"what arrived is not a state of fragment {fragment.index}: {error}") from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
-        raise ValueError(f"the state of fragment {fragment.index} that came has {tuple(outer.values.shape)} values")
+        raise ValueError(f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)} values")
     return outer, buffers
 
 
@@ -377,8 +377,8 @@ class FederatedWorld:
             if without.reason == "too long":
                 why, outlying = f"{without.times:.4g} times as long as usual", (0,)
             _log.warning(
-                "What this site contributed to round %d of fragment %d was left out: %s. It takes the outer parameters"
-                " of that fragment.",
+                "This site's contribution to round %d of fragment %d was left out: %s. It takes the outer parameters of"
+                " that fragment.",
                 record.round,
                 record.fragment,
                 why,
@@ -386,9 +386,9 @@ class FederatedWorld:
         if landing is MergeAction.DROP and not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
-                "Round %d of fragment %d closed before this site's contribution was there: it counts nowhere. If the"
-                " next one is late too, that is carried. sdiloco status tells how often it happens. Where it is often,"
-                " raise grace or overlap_steps, or let the site send less.",
+                "Round %d of fragment %d closed before this site's contribution arrived: it counts nowhere. If the next"
+                " one is late too, it is carried. sdiloco status shows how often that happens. If it is often, raise"
+                " grace or overlap_steps, or let the site send less.",
                 record.round,
                 record.fragment,
             )
@@ -492,7 +492,7 @@ class FederatedWorld:
             if welcome.rolled_back:
                 raise
             if not self._has_parted:
-                _log.warning("%s The site trains on without that hub, for as long as patience says.", error)
+                _log.warning("%s The site trains on without that hub, for as long as patience allows.", error)
             self._is_alone = self._has_parted = True
             self.follower.lose(self._now, str(error))
             return False
@@ -522,8 +522,8 @@ class FederatedWorld:
         if not fragments:
             return
         _log.info(
-            "What this site launched before it was started again stands in rounds that are open, of fragments %s. It"
-            " trains on from their outer parameters.",
+            "This site's launches from before its restart are in open rounds, of fragments %s. It trains on from their"
+            " outer parameters.",
             ", ".join(map(str, fragments)),
         )
         self._rounds.reshard()
@@ -541,11 +541,11 @@ class FederatedWorld:
         fragments, parts = self._rounds.fragments, state.parts
         try:
             if len(parts) != len(fragments):
-                raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
+                raise Refused(f"the state has {len(parts)} parts, but there are {len(fragments)} fragments")
             came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
             landings = self.follower.adopt(state.header, self.digests([outer.values for outer, _ in came]))
         except ValueError as error:
-            _log.warning("A state that %s gave was refused: %s.", state.source, error)
+            _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
             return
         self._rounds.reshard()
@@ -581,7 +581,7 @@ class FederatedWorld:
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
-                f"This is the state of site {saved['site']!r}, and this is {self.follower.site!r}: each site resumes"
+                f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}: each site resumes"
                 " from its own. Give its checkpoint, or start without one: the site then fetches a state."
             )
         self.follower.load_state_dict(saved, self.digests())

@@ -58,7 +58,7 @@ class SQLiteLedger:
             if self.path.exists():
                 self._check_head()
             elif must_exist:
-                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
+                raise LedgerError(f"There is no ledger {self.path}. Give the path of this run's ledger.")
             else:
                 _make(self.path)
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
@@ -85,10 +85,10 @@ class SQLiteLedger:
         if len(head) < _HEAD:
             raise self._unusable("it is empty, or was truncated")
         if not head.startswith(b"SQLite format 3\0"):
-            raise self._unusable("it is no database")
+            raise self._unusable("it is not a database")
         (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
         if (application, version) != (_APPLICATION, _VERSION):
-            raise self._unusable("it is a database of something else, or of another version")
+            raise self._unusable("it is another kind of database, or of another version")
 
     def _verify(self) -> None:
         """Finds the last record, and the digest of all, each with its number, in their order."""
@@ -177,8 +177,8 @@ class SQLiteLedger:
 
     def _unusable(self, reason: str) -> LedgerError:
         return LedgerError(
-            f"The ledger {self.path} cannot be used: {reason}. Nothing of it was changed. Give the path of the ledger "
-            "of this run, or a copy of it that is whole; a new one is made where there is no file."
+            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path of this run's ledger,"
+            " or an intact copy; without a file there a new one is made."
         )
 
 
@@ -194,7 +194,7 @@ def _make(path: Path) -> None:
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         new.unlink(missing_ok=True)
-        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
+        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder must exist.") from error
 
 
 def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
@@ -270,7 +270,7 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the store {self.url} holds other bytes than those whose digest is {key}: they have been altered."
+                f"the store {self.url} holds other bytes than those with digest {key}: they have been altered."
             )
         return blob
 
@@ -288,7 +288,7 @@ class BlobStore:
         try:
             yield f"{self._blobs}/{checked_key(key)}"
         except FileNotFoundError:
-            raise Missing(f"{self._blobs}/{key} is not there.") from None
+            raise Missing(f"{self._blobs}/{key} does not exist.") from None
 
     def copy(self, other: "BlobStore", key: str) -> None:
         """Takes in a blob of another store, piece by piece."""
@@ -378,12 +378,12 @@ class Upload:
         """Writes a piece that has arrived; tells whether all of the blob is there."""
         end = start + len(data)
         if not data or end > self.size:
-            raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {self.size:,} bytes.")
+            raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes.")
         with _telling_full_disks(self._store.spool):
             with self._lock:
                 there = united(self._there, start, end)
                 if len(there) > _MOST_RANGES:
-                    raise Malformed("a blob comes in parts, each without a gap.")
+                    raise Malformed("a blob must arrive in parts without gaps.")
                 if there != self._there:  # what comes again changes nothing
                     view, at = memoryview(data), start
                     while len(view):
@@ -410,7 +410,7 @@ class Upload:
             for start in range(0, self.size, 4 * CHUNK):
                 digest.update(os.pread(self._handle(), 4 * CHUNK, start))
             if digest.hexdigest() != self.key:
-                raise Altered(f"the bytes that arrived are not those that were announced as {self.key}.")
+                raise Altered(f"the bytes that arrived are not those announced as {self.key}.")
             os.fsync(self._handle())
             self._store.store(self._path, self.key)
             self._committed = True
@@ -430,7 +430,7 @@ class Upload:
 
     def _handle(self) -> int:
         if self._given_up:
-            raise Missing(f"the upload of {self.key} has been given up: send it again.")
+            raise Missing(f"the upload of {self.key} was given up: send it again.")
         return self._file.fileno()
 
 

@@ -42,7 +42,7 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(
-            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, and there are {len(ways)}: none"
+            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there are {len(ways)}: no round"
             " would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}

@@ -52,15 +52,15 @@ Failure = HubError | Refused  # what a call of a hub may raise
 def checked_key(key: Any) -> str:
     """Returns a key that has the form of one, so that it can be the name of a file."""
     if not isinstance(key, str) or not KEY.fullmatch(key):
-        raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
+        raise Malformed(f"{str(key)[:80]!r} is not a key: a key has 64 hexadecimal digits.")
     return key
 
 
 def checked_size(size: Any, limit: int, what: str) -> int:
     if type(size) is not int or size < 0:
-        raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
+        raise Malformed(f"the size of a {what} is a whole number, not {str(size)[:80]!r}.")
     if size > limit:
-        raise Refused(f"a {what} of {size:,} bytes is too large: at most {limit:,} are taken.")
+        raise Refused(f"a {what} of {size:,} bytes is too large: the limit is {limit:,}.")
     return size
 
 
@@ -72,8 +72,8 @@ def extra(module: str) -> ModuleType:
             module.split(".")[0], module.split(".")[0]
         )
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
-            "pip install 'lightning-sdiloco[federated]'"
+            f"A federation needs {package}, which is not installed. Install all that a federation needs: pip install"
+            " 'lightning-sdiloco[federated]'"
         ) from error
 
 
@@ -114,7 +114,7 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
         raise Malformed(f"a header of {length:,} bytes does not fit.")
     header = decoded(message[_LENGTH.size : end], MAX_HEADER)
     if not isinstance(header, dict):
-        raise Malformed("the header of a message is no JSON object.")
+        raise Malformed("the header of a message is not a JSON object.")
     return header, message[end:]
 
 

@@ -94,7 +94,7 @@ def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_end
     world.more(2)
     assert world.sites["c"].follower.terms.grace == 0.5
     cases = [
-        (["amend", "--lease=-1", *world.asked("boss")], "lease is no finite number"),
+        (["amend", "--lease=-1", *world.asked("boss")], "lease is not a finite number"),
         (["amend", "--quorum=0", *world.asked("boss")], "quorum=0 is out of range"),
         (["amend", *world.asked("boss")], "Say what"),
         (["amend", "--grace=1", *world.asked("viewer")], "may not call amend"),
@@ -116,7 +116,7 @@ def test_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["hub"], "give its name"),
         (["hub", "--run", "r", "--insecure", "--ledger", "none.sqlite"], "There is no ledger"),
         ([*new, "--quorum", "no.Core"], "quorum='no.Core' cannot be imported"),
-        ([*new, "--ledger", "etcd://a:2379/r"], "and a run has one hub"),
+        ([*new, "--ledger", "etcd://a:2379/r"], "but a run has one hub"),
         (["status"], "Say where the hub is"),
         (["status", "--hub", "/mnt/run", "--run", "r", "--insecure"], "hub='/mnt/run' is a folder or bucket"),
         (["doctor", "--hub", "s3://bucket/run", "--insecure"], "hub='s3://bucket/run' is a folder or bucket"),

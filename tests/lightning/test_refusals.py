@@ -98,7 +98,7 @@ OF_ANOTHER_TYPE: Table = [
     ({"warmup_steps": -1}, "^warmup_steps=-1 is out of range: it must be a whole number of at least 0"),
     ({"compression": FP4}, "compression=<class ... not the class itself"),
     ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, f"of type SGD is already an optimizer ... {OPTIMIZER}"),
-    ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is nothing that can be called ... {OPTIMIZER}"),
+    ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
         {"outer_optimizer": partial(torch.optim.SGD, lr=0.1), "outer_lr": 0.5, "outer_momentum": 0.5},
         "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces ... "
