@@ -386,7 +386,7 @@ class Coordinator:
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
-                raise Refused(f"a run config of {size:,} bytes             return
+                raise Refused(f"a run config of {size:,} bytes is too large: the limit is {RunConfig.most_bytes:,}.")
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a run config, a payload or a part of a state.")
