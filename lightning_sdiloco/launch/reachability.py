@@ -83,7 +83,7 @@ def _chosen(variable: str) -> tuple[str, str]:
     """Returns name and address of the interface that a variable chooses; that of the exchange may give the address."""
     given = os.environ[variable]
     if sys.platform != "linux":
-        raise ValueError(f"{variable}={given!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
+        raise ValueError(f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out.")
     import fcntl  # it does not exist on every system
 
     found = {}
@@ -100,8 +100,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     known = ", ".join(f"{name} ({address})" for name, address in found.items())
     raise ValueError(
-        f"{variable}={given!r} is no interface with an IPv4 address on {socket.gethostname()}, which has {known}. Set"
-        f" {variable} to one of these on this machine."
+        f"{variable}={given!r} is not an interface with an IPv4 address on {socket.gethostname()}, which has {known}."
+        f" Set {variable} to one of these on this machine."
     )
 
 
@@ -241,11 +241,11 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
     loopback = [one for one, host in zip(broken, hosts, strict=True) if ipaddress.ip_address(host).is_loopback]
     if loopback:
         return (
-            f"Rank {loopback[0].target} listens on a loopback address, where only its own machine reaches it: there the"
-            " host name stands for that address. Set GLOO_SOCKET_IFNAME to the interface that the others reach."
+            f"Rank {loopback[0].target} listens on a loopback address, which only its own machine reaches: its host"
+            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that the others reach."
         )
     return (
-        "Open all TCP ports between these machines in both directions: gloo listens on whatever port the system gives"
-        " it. If a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
-        " SDILOCO_EXCHANGE_INTERFACE for what goes between worker groups."
+        "Open all TCP ports between these machines in both directions: gloo listens on any port the system gives it. If"
+        " a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
+        " SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
     )

@@ -198,7 +198,7 @@ class _Parser(ArgumentParser):
             wrong, right = command[1], re.findall(r"[\w-]+", command[2])
         if close := get_close_matches(wrong, right, n=1):
             message = f"{message}\nDid you mean {close[0]}?"
-        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help shows what there is.\n")
+        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n")
         sys.exit(2)
 
 

@@ -181,13 +181,13 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     else:
         raise ValueError(
-            "This process does not know its rank. Start it on every node as the training: with srun, with torchrun, or"
-            " by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
+            "This process does not know its rank. Start it on every node like the training: with srun, with torchrun,"
+            " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
         )
     for name in numbers:
         if not os.environ.get(name, "").isdigit():
             value = os.environ.get(name, "")
-            raise ValueError(f"{name}={value!r} is no number. Set it on every node, as for the training.")
+            raise ValueError(f"{name}={value!r} is not a number. Set it on every node, as for the training.")
     # Lightning would take the loopback address, where no other machine finds rank 0.
     if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
         raise ValueError("MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node.")
@@ -312,7 +312,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
     size = len(seen.endpoints) // seen.groups
     for link in seen.links:
         if link.error:
-            fix = "Start the doctor again; if it stays, look at that machine."
+            fix = "Start the doctor again; if the error stays, look at that machine."
             yield Finding("wrong", f"round trip {link.source} -> {link.target}", link.error, fix)
             continue
         way, rate = f"{link.source} -> {link.target}", link.bits_per_second
@@ -322,8 +322,8 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
         if rate * _UNEQUAL < back:
             told += f", and {readable_rate(back / 1e9)} in the other direction"
             fix = (
-                f"Look for other traffic on the way from worker group {link.source} to {link.target}, and at its"
-                " congestion control: training goes at the pace of the slower direction."
+                f"Look for other traffic from worker group {link.source} to {link.target}, and at the congestion"
+                " control there: training goes at the pace of the slower direction."
             )
             yield Finding("slow", f"bandwidth {way}", told, fix)
         else:
@@ -337,7 +337,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 f"buffers {way}",
-                f"buffers of TCP may hold one connection below {readable_rate(most / 1e9)}"
+                f"TCP buffers may hold one connection below {readable_rate(most / 1e9)}"
                 f" at {1000 * link.round_trip:.3g} ms",
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
@@ -347,7 +347,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
         yield Finding(
             "slow",
             "idle connections",
-            "TCP starts slowly again after it was idle, as it is between two launches",
+            "TCP starts slowly again after idling, as it does between two launches",
             "On all machines: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
 
@@ -451,7 +451,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
     """Looks at the way to a hub, until something is in the way: what comes after it would only say the same."""
     places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
-        raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
+        raise ValueError("Give the keys of a site, or of another role in the run: --keys FILE; or --insecure.")
     found, numbers = list[Finding](), dict[str, Any](hub=options.hub)
     for finding in _of_way(options, places, seconds, numbers):
         found.append(finding)
@@ -463,7 +463,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
 def _of_way(
     options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
-    told = "none: whoever is on the way can read and change everything (--insecure)"
+    told = "none: anyone on the way can read and change everything (--insecure)"
     if options.keys is not None:
         try:
             bundle = load(options.keys)
@@ -483,7 +483,7 @@ def _of_way(
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
                 f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
-                " port of its machine. Sites need no open port.",
+                " port on its machine. Sites need no open port.",
             )
     for number, (host, port) in enumerate(places, start=1):
         findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
@@ -505,8 +505,8 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
             told = f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone"
             yield Finding("ok", "round trip", told)
             off = float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())) - wall_clock()
-            told = f"that of the hub is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
-            fix = "Set the one that is wrong: certificates are valid by its dates."
+            told = f"the hub's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
+            fix = "Set the wrong one: certificates are valid by its dates."
             yield Finding("slow" if abs(off) > _CLOCKS_APART else "ok", "clock", told, fix * (abs(off) > _CLOCKS_APART))
             for up, way in ((True, "to"), (False, "from")):
                 numbers[f"bits_per_second_{way}_hub"] = rate = mailbox.bandwidth(up, seconds)
@@ -516,17 +516,17 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
     except (HubError, Refused) as refusal:
         if options.insecure and isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, and does not answer: a hub with keys takes nobody without. Give --keys FILE."
+                "Something listens there, but does not answer: a hub with keys refuses calls without. Give --keys FILE."
             )
         elif isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, and hub and keys do not know each other: another authority, another run, or"
-                " a hub without TLS. Get keys from where those of the hub are: sdiloco keys add FOLDER NAME."
+                "Something listens there, but hub and keys do not match: another authority, another run, or a hub"
+                " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER NAME."
             )
         elif options.insecure:
             fix = "Give the name of the run that this hub serves: --run NAME."
         else:
-            fix = "Get a bundle for this run from whoever has the folder of its keys: sdiloco keys add FOLDER NAME."
+            fix = "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
         yield Finding("wrong", "hub", str(refusal), fix)
         return
     if not status["founded"]:
@@ -534,10 +534,10 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         yield Finding("ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}")
         return
     if status["trouble"]:
-        yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
+        yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
     needs, free = status["disk"]["still_needs"], status["disk"]["free"]
     if free is not None:
-        told, fix = f"the hub has {readable(free)} free, and the run will need {readable(needs)} more", ""
+        told, fix = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more", ""
         if free < needs:
             fix = "Make room, or give the hub another --store: without room no rounds close."
         yield Finding("slow" if fix else "ok", "disk", told, fix)
@@ -559,10 +559,8 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
         elif here.split(".")[:2] == there.split(".")[:2]:
-            told = (
-                f"{here} here, {there} in the run config: it may join if its arithmetic makes the same of known values"
-            )
+            told = f"{here} here, {there} in the run config: it may join if both compute the same from known values"
             yield Finding("ok", name, told)
         else:
-            fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."
-            yield Finding("wrong", name, f"{here} here, and {there} in the run config", fix)
+            fix = f"Install {name}=={there} here: a run stays with the versions it was founded on."
+            yield Finding("wrong", name, f"{here} here, but {there} in the run config", fix)

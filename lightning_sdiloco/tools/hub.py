@@ -78,7 +78,7 @@ def hub(
         )
         print(f"The hub of run {run} listens on port {service.port}: {found}.", flush=True)
         if told is not None:
-            print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
+            print(f"Metrics for Prometheus are on port {told.port}, open to anyone who reaches it.", flush=True)
         over.wait()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
@@ -110,7 +110,7 @@ class HubOptions:
             who = load(self.keys).identity
             name, run = who.name, run or who.run
         if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
+            raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
         return HubClient(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
     def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def amend(
     off = {name: value or None if name in ("rounds", "guard") else value for name, value in given.items()}
     changes = {name: off[name] for name, value in given.items() if value is not None}
     if not changes:
-        raise ValueError(f"Say what shall change: {', '.join(f'--{name}' for name in given)}.")
+        raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in given)}.")
     terms = options.ask("operator", "amend", terms=changes)["terms"]
     return f"The run goes on with {', '.join(f'{name}={terms[name]}' for name in given)}."
 
@@ -198,8 +198,8 @@ def rollback(round: int, options: HubOptions) -> str:
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: start them again from a"
-        " checkpoint of before, or without one."
+        f"{records} records are left. Sites that have applied more are refused: restart them from an earlier"
+        " checkpoint, or without one."
     )
 
 
@@ -213,12 +213,12 @@ _FRESH = 1.0  # seconds for which a status is told again, however often it is as
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "last_heartbeat": ("gauge", "last_heartbeat_seconds", "Seconds since the last heartbeat of a site."),
-    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, where that is worst."),
+    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, in the worst fragment."),
     "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
-    "late": ("counter", "late", "Contributions of a site that came when their round was closed."),
-    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out as they were not finite."),
+    "late": ("counter", "late", "Contributions of a site that arrived after their round had closed."),
+    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out because they were not finite."),
     "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
-    "incarnations": ("counter", "starts", "How often a site has come as a new process."),
+    "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),
 }
@@ -235,7 +235,7 @@ class MetricsServer:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError(f"metrics={listen!r} is no address: give one with a port, such as 127.0.0.1:9400.")
+            raise ValueError(f"metrics={listen!r} is not an address: give one with a port, such as 127.0.0.1:9400.")
         self._status, self._lock, self._last, self._until = status, threading.Lock(), dict[str, Any](), 0.0
         registry = client.CollectorRegistry()
         registry.register(self)
@@ -244,7 +244,7 @@ class MetricsServer:
             self._server, self._thread = client.start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
             raise ValueError(
-                f"metrics={listen!r} cannot be listened on ({error}). Give an address of this machine, and a free port."
+                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine, and a free port."
             ) from error
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()
@@ -288,10 +288,10 @@ class MetricsServer:
             ("founded", "Whether the run has been founded.", status["founded"]),
             (
                 "trouble",
-                "Whether something keeps rounds from being closed, such as a full disk.",
+                "Whether something keeps rounds from closing, such as a full disk.",
                 bool(status["trouble"]),
             ),
-            ("missing_sites", "Sites that are needed to found the run.", status.get("missing", 0)),
+            ("missing_sites", "Sites still needed to found the run.", status.get("missing", 0)),
             ("records", "Records of the run.", status.get("records", 0)),
         ):
             yield family(name, text, [([], value)])
@@ -304,7 +304,7 @@ class MetricsServer:
             values = [([site], own[key]) for site, own in sites.items() if own[key] is not None]
             yield family(f"site_{name}", text, values, "site", kind=kind)
         rounds = [([str(number)], own["round"]) for number, own in fragments]
-        yield family("fragment_round", "The last round of a fragment that is closed.", rounds, "fragment")
+        yield family("fragment_round", "The last closed round of a fragment.", rounds, "fragment")
         missing = [([str(number), site], 1) for number, own in fragments for site in own["missing"]]
         text = "1 for every site that the open round of a fragment waits for."
         yield family("fragment_waits_for", text, missing, "fragment", "site")
@@ -315,6 +315,6 @@ def _client(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install it with all else that a federation needs"
-            " (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
+            "Metrics need prometheus_client, which is not installed. Install all that a federation needs (pip install"
+            " 'lightning-sdiloco[federated]'), or leave out --metrics."
         ) from error

@@ -152,7 +152,7 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
         return {}
     if bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
+            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it. Leave one of them out."
         )
     try:
         told = yaml.safe_load(Path(path).read_text())
@@ -178,8 +178,8 @@ def _described(
     missing = [name for name, value in asked.items() if value is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
-            " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
+            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time of"
+            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
             " --bandwidth 1"
         )
     if model is not None:
@@ -209,7 +209,7 @@ def _made(make: MakeModel) -> nn.Module:
         except Exception as error:
             raise ValueError(
                 f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
-                " or give --params and --layers in its place."
+                " or give --params and --layers instead."
             ) from error
 
 
@@ -226,14 +226,12 @@ def _asked_waits(
     if quorum is None:
         for name, value in (("--grace", grace), ("--delays", delays)):
             if value is not None:
-                raise ValueError(
-                    f"{name} is about rounds that close by a quorum. Give --quorum too, such as --quorum 2."
-                )
+                raise ValueError(f"{name} needs a quorum by which rounds close. Give --quorum too, such as --quorum 2.")
         return None
     if hub is None:
         raise ValueError(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
-            " all. Give the --hub-bandwidth of the federation too."
+            " all. Give the federation's --hub-bandwidth too."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -243,7 +241,8 @@ def _asked_waits(
         late = []
     if len(late) != len(of_sites) or not all(number >= 0 for number in late):
         raise ValueError(
-            f"--delays {delays} are no {len(of_sites)} numbers of seconds, from 0. Give one for each site, as 0,0,12."
+            f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one for each site, as"
+            " 0,0,12."
         )
     ways = {
         site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)

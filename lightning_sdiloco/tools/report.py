@@ -192,21 +192,21 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
     parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
     shares = ", ".join(f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts)
-    waited = f"Of the time that it waited, {shares}."
+    waited = f"Of the time it waited, {shares}."
     rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
     if limit == "alone" and head.about.get("site") is not None:
         landed, again = waits(head), len(head.starts) - 1
         sites = sorted({site for one in landed for site in one.sites})
-        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
+        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "none"
         started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
         return [
             f"{kept} This is {head.name}, one site of a federation, which waits for no other.{started} Of the"
-            f" {len(landed)} rounds of fragments that landed here, there counted: {counted}."
+            f" {len(landed)} rounds of fragments that landed here, sites counted: {counted}."
         ]
     if limit == "alone":
-        return ["There is one worker group, so nothing travelled and nothing was waited for."]
+        return ["There is one worker group, so nothing travelled and training waited for nothing."]
     if limit == "nothing":
-        return [f"{kept} Nothing held it back that a setting would change much.{rate}"]
+        return [f"{kept} No setting would change that much.{rate}"]
     if limit == "groups":
         steps = {rank.group: step_seconds(rank) for rank in run.heads}
         slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
@@ -224,22 +224,22 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
 def _what_to_change(advice: Advice | None, link: Link | None) -> list[str]:
     if link is None:
         return [
-            "How fast the link is cannot be told: all messages were there before a rank began to wait for them, so the"
-            " planner cannot say what to change."
+            "The link's speed is unknown: all messages were there before a rank began to wait for them, so the planner"
+            " cannot say what to change."
         ]
     if advice is None:
-        return ["The planner cannot tell what to change: it knows compressions by their names only."]
+        return ["The planner cannot say what to change: it knows compressions only by name."]
     if not advice.changes and advice.now >= TARGET:
         return [
-            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} of these"
+            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} with these"
             " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
         ]
     if not advice.changes:
-        return ["The planner knows no change of the settings that would gain much: it takes a faster link."]
+        return ["The planner knows no settings that would gain much: you need a faster link."]
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return [
-        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} of it, and {advice.now:.1%} of"
-        f" the settings as they are, counting on {MARGIN:.0%} of the bandwidth that was measured."
+        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it, and {advice.now:.1%}"
+        f" with the current settings, counting on {MARGIN:.0%} of the measured bandwidth."
     ]
 
 
@@ -250,15 +250,15 @@ def _agreement(run: Run) -> list[str]:
     out = sum(len(landed.left_out) for landed in landings), sum(len(landed.outlying) for landed in landings)
     if any(out):
         sentences.append(
-            f"Of all outer gradients {out[0]} were left out of a mean because they were not finite, and {out[1]}"
+            f"Of all outer gradients, {out[0]} were left out of a mean because they were not finite, and {out[1]}"
             " because outlier_guard found them too long."
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine, alone = sum(last) / len(last), (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the outer gradients of the groups had a cosine of {cosine:.2f} with their mean, on"
-            f" average; directions that have nothing in common have {alone:.2f}, equal ones 1."
+            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their mean, on average;"
+            f" unrelated directions have {alone:.2f}, equal ones 1."
         )
     return sentences
 
@@ -623,14 +623,14 @@ PICTURES: Mapping[str, Picture] = {
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
-        "Cosine between what each group sent and the mean, mean of the fragments of a round; and the norm of the outer"
-        " gradient of all fragments. One curve far from the others is a group that trains on something else.",
+        "Cosine of each group's outer gradient with the mean, averaged over the fragments of a round; and the norm of"
+        " the outer gradient of all fragments. A curve far from the others is a group that trains on something else.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
         "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
-        " without marks has died, left, or come too late.",
+        " without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""

@@ -266,7 +266,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     with patch.object(server, "wall_clock", lambda: wall_clock() + 3600):
         told = examined(*bundle)
     assert told["clock"]["state"] == "slow"
-    assert "that of the hub is 3600 s ahead of the one here" in told["clock"]["found"]
+    assert "the hub's clock is 3600 s ahead of the one here" in told["clock"]["found"]
     told = examined(*bundle)
     assert told["clock"]["state"] == "ok"
     assert f"site a in run {RUN}, valid until 20" in told["keys"]["found"]
@@ -282,7 +282,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     told = examined("--keys", str(world.keys / "a.bundle"), "--run", "run-2", code=1)
     assert "These keys are for run 'run-1', and not for run='run-2'" in told["findings"][-1]["found"]
     told = examined("--insecure", "--run", RUN, code=1)
-    assert "a hub with keys takes nobody without" in told["hub"]["fix"]
+    assert "a hub with keys refuses calls without" in told["hub"]["fix"]
     world.join("a")
     world.run(lambda: hub.coordinator.status()["founded"])
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -303,7 +303,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     state = sum(part.size for own in hub.coordinator._snapshots.values() for part in own.parts)
     needs, rounds = told["status"]["disk"]["still_needs"], [own["round"] for own in told["status"]["fragments"]]
     assert needs == 16 * sum(50 - round for round in rounds) + state
-    assert f"the hub has 99 bytes free, and the run will need {readable(needs)} more" in told["disk"]["found"]
+    assert f"the hub has 99 bytes free, but the run will need {readable(needs)} more" in told["disk"]["found"]
     hub.close()
     told = examined(*bundle, code=1)
     assert told["reachability"]["found"] == f"127.0.0.1:{hub.port}: connection refused"

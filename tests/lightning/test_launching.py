@@ -188,7 +188,7 @@ def test_however_a_training_ends_no_process_is_left(start_method: str, end: str,
     if "exception" in end:
         assert "ArithmeticError: boom" in told
         # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
-        named = r"Rank 1 .*failed first|rank: 1\]|Process 1 terminated|Rank 0, which keeps word"
+        named = r"Rank 1 .*failed first|rank: 1\]|Process 1 terminated|Rank 0, which records"
         assert re.search(named, told)
 
 

@@ -103,20 +103,20 @@ def simulate(
                 "--sweep, --methods and --seeds do not work with --sites. Give one run of a federation at a time."
             )
         if step_time is None:
-            raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
+            raise ValueError("--sites needs --step-time: which sites are late depends on the time of an inner step.")
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
     of_links = {"round-trip": round_trip, "loss": loss, "step-time": step_time, "speeds": speeds, "absence": absence}
     given = [f"--{name}" for name, value in of_links.items() if value]
     if bandwidth is None and given:
-        raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
+        raise ValueError(f"{given[0]} is for predicting the time of a run on a link. Give its --bandwidth too.")
     if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
     runs = combinations(sweep, groups) if methods is None else _methods_of(methods, groups)
     each = _seeds(seeds)
     if each and len(runs) < 2:
-        raise ValueError("--seeds compares runs, and there is one. Say with --sweep or --methods what varies.")
+        raise ValueError("--seeds compares runs, but there is only one. Say with --sweep or --methods what varies.")
     return _worker_groups(configuration, runs, each, places, picture, json)
 
 
@@ -150,10 +150,10 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
         if name not in known:
             raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
         if name in varied:
-            raise ValueError(f"sweep={sweeps!r} names something twice. Give all values of it together: H=10,20.")
+            raise ValueError(f"sweep={sweeps!r} names something twice. Give all its values together: H=10,20.")
         varied[name] = values = [yaml.safe_load(part) for part in text.split(",") if part]
         if not values:
-            raise ValueError(f"sweep={sweep!r} has no values. Give them behind the name: {name}=10,20")
+            raise ValueError(f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20")
         if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
             raise ValueError(f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1.")
     runs = [dict(zip(varied, values, strict=True)) for values in product(*varied.values())]
@@ -170,8 +170,8 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
     read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
     if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
         raise ValueError(
-            f"methods={file!r} is no YAML file that maps names to arguments of the strategy. Write for example"
-            " 'rarer: {sync_every: 200}'."
+            f"methods={file!r} is not a YAML file that maps names to arguments of the strategy. Write for example"
+            f" 'rarer: {{sync_every: 200}}'."
         )
     known = _known()
     for name, own in read.items():
@@ -192,11 +192,11 @@ def _known() -> list[str]:
 def _seeds(seeds: str | None) -> list[int]:
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
-        raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
+        raise ValueError(f"seeds={seeds!r} are not different whole numbers of at least 0. Give them as 0,1,2.")
     if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one, give"
-            " --set seed_everything=0."
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one, give --set"
+            " seed_everything=0."
         )
     return [int(text) for text in texts]
 

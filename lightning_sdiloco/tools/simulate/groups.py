@@ -384,8 +384,8 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         cls = _class_named(path)
         if cls is None or not issubclass(cls, WorkerGroupStrategy):
             raise ValueError(
-                f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose"
-                " it in the configuration, or with --set trainer.strategy=streaming_diloco."
+                f"trainer.strategy={path or strategy!r} cannot be simulated, only StreamingDiLoCoStrategy. Choose it in"
+                " the configuration, or with --set trainer.strategy=streaming_diloco."
             )
         # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
         arguments = strategy.init_args.as_dict()
@@ -412,8 +412,8 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         arguments["federation"] = {**terms, **own}
     elif federation is not None:
         raise ValueError(
-            "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
-            " sites there shall be."
+            "The configuration is for a site of a federation. Give --sites instead of --groups: the number of such"
+            " sites."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
@@ -514,7 +514,7 @@ def live(
     trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy
     if strategy.engine is None:
-        raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
+        raise ValueError("The configuration trains nothing. Make sure that its max_steps and max_epochs are not 0.")
     group, report = recorder.group, strategy.report()
     group.bytes_sent, group.inner_steps = int(report["bytes_sent"]), int(report["inner_steps"])
     if rank.rank:

@@ -48,7 +48,7 @@ class Places:
             require(0 <= absence.group < count, "absence", absence.group, f"of one of the {of}, which count from 0")
         if of == "sites":
             require(
-                self.founders(count) >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run"
+                self.founders(count) >= 1, "absence", 0.0, "above 0 for at least one site, or no site founds the run"
             )
 
     def absences_of(self, site: int) -> list[Absence]:

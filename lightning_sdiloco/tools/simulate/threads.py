@@ -113,7 +113,7 @@ class Turns(Generic[Result]):
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
-                    "Worker groups wait for others that wait for something else or have ended:"
+                    "Worker groups wait for groups that wait for something else or have ended:"
                     f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real processes would wait"
                     " until the timeout."
                 )
