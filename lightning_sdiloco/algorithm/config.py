@@ -115,16 +115,16 @@ class OuterOptimizer:
     """The outer step: its optimizer, and what happens to outer gradients before it and to outer state after it.
 
     Args:
-        make: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise. None:
-            Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
-        lr_schedule: From the optimizer to a torch scheduler, which counts the rounds of each fragment: its own outer
-            steps. None keeps the rate.
-        clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
-        outlier_guard: A group whose outer gradient is more than so many times as long as usual is left out of the
-            mean. Usual is the median of its last ones, or that of the other groups, whichever is longer. ``"auto"``:
-            10. None leaves out none.
-        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
-            the device is CUDA.
+        make: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works elementwise.
+            None: Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: A callable from the optimizer to a torch scheduler, which counts the rounds (outer steps) of each
+            fragment. None keeps the rate.
+        clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips nothing.
+        outlier_guard: A group is left out of the mean if its outer gradient is more than this many times as long as
+            usual. Usual is the median of its last ones, or of the other groups', whichever is longer. ``"auto"``: 10.
+            None leaves out none.
+        offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
+            devices.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.

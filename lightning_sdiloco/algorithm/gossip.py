@@ -38,16 +38,16 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """Numbers of a momentum between rounds, that of A2CiD2: each group keeps a second vector beside its values."""
+    """Numbers of the momentum of A2CiD2 between rounds: each group keeps a second vector beside its values."""
 
     rate: float
     pull: float
 
 
 class Route(ABC):
-    """Decides with whom each group exchanges in a round.
+    """Decides whom each group exchanges with in a round.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. All groups must
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. All groups must
     decide alike, from the number of the round alone.
 
     Attributes:
@@ -84,7 +84,7 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """Lets chance make the pairs of each round, as NoLoCo does (arXiv 2506.10911).
+    """Pairs groups at random in each round, as NoLoCo does (arXiv 2506.10911).
 
     Args:
         seed: Other seeds make other pairs.
@@ -103,13 +103,13 @@ class RandomPairs(Route):
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Lets each group exchange with its two neighbours in turn, with the continuous momentum of A2CiD2.
+    """Each group exchanges with its two neighbours in turn, with the continuous momentum of A2CiD2.
 
-    The momentum is that of arXiv 2306.08289, with a round for the unit of its time. It takes the place of an outer
-    step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
+    The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer step: ``outer_lr`` is
+    1 and ``outer_momentum`` is 0.
 
     Args:
-        accelerated: Whether there is a momentum. It takes four groups; see `Momentum`.
+        accelerated: Whether there is a momentum, which needs four groups; see `Momentum`.
 
     Examples:
         >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
@@ -140,20 +140,20 @@ class Ring(Route):
 
 @dataclass(frozen=True)
 class FastestPairs(Route):
-    """Lets groups exchange over fast links, in pairs that connect all every ``window`` rounds, as SAPS-PSGD does.
+    """Pairs groups over fast links, connecting all of them every ``window`` rounds, as SAPS-PSGD does.
 
-    See arXiv 2002.09692. Every ``window`` rounds, counted from the first, are planned together. Those before the last
-    have the fastest pairs that these rounds have not had yet, where the slowest pair counts first; the last one joins
-    what is not connected, over the fastest links that do so. Chance decides between links of one speed.
+    See arXiv 2002.09692. ``window`` rounds are planned together. All but the last take the fastest pairs that these
+    rounds have not had yet, judged by the slowest pair first; the last one joins what is not connected, over the
+    fastest links that do so. Chance decides between links of equal speed.
 
     Args:
-        speeds: Speed of the link of each group, in any unit; a pair has that of the slower one. Or, for each group,
-            those of its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
-        window: From 2 rounds on.
-        seed: Decides between links of one speed.
+        speeds: Speed of each group's link, in any unit; a pair has the slower one's. Or, for each group, the speeds of
+            its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
+        window: Rounds that are planned together, at least 2.
+        seed: Decides between links of equal speed.
 
     Raises:
-        ValueError: If something is out of its range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> route = FastestPairs(speeds=(10, 10, 1, 1), window=2)

@@ -56,17 +56,17 @@ def partition(
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. Without a number it is an
-    eighth of the blocks, but one at least and three at most. What stands outside the blocks (embeddings, head, last
-    norm) forms fragments of its own. None of these is larger than the largest fragment of blocks, unless a single
-    tensor is. A number distributes the tensors over so many fragments of equal size, and ``"balanced"`` over as many as
-    ``"strided"`` makes.
+    eighth of the blocks, at least one and at most three. What stands outside the blocks (embeddings, head, last norm)
+    forms its own fragments, none larger than the largest fragment of blocks, unless a single tensor is. A number
+    distributes the tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
+    makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
         fragments: One of these, or a list of lists of shell-style patterns, one list for each fragment.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match nothing but these, because they may
-            become trainable later; a list that matches no trainable parameter makes no fragment.
+        frozen: Names of the parameters that are not trainable. A pattern may match only these, because they may become
+            trainable later; a list that matches no trainable parameter makes no fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]

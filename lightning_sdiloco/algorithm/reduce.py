@@ -234,19 +234,19 @@ class TwoShot:
     """An exchange in two shots in which groups average parts of different sizes: joint allocation (arXiv 2003.04544).
 
     Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives ``P * (1 + (M - 2) * s_g)``,
-    so a group behind a slow link sends least if it averages nothing. What a group sends, it sends at once, and the
-    slowest link decides: ``"by_bandwidth"`` stands for the shares with which it is busy for the least time.
+    so a group behind a slow link sends least if it averages nothing. The slowest link decides how long a round takes:
+    ``"by_bandwidth"`` chooses the shares that keep it busy for the least time.
 
     Args:
-        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` for what suits the links; or
-            ``"equal"``, which is ``exchange="two_shot"``.
-        links: Gbit/s of the link of each group, in their order, for ``"by_bandwidth"``. Where it is left out, a Trainer
-            measures the links before the first launch.
+        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` to suit the links; or ``"equal"``,
+            which is ``exchange="two_shot"``.
+        links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a Trainer measures the
+            links before the first launch.
         backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from CUDA device to CUDA
-            device. It changes no bit.
+            device. The result is the same, bit for bit.
 
     Raises:
-        ValueError: If there are neither shares nor links that could be meant, or both.
+        ValueError: If there are neither shares nor links to use, or both.
 
     Examples:
         >>> TwoShot("by_bandwidth", links=[1, 1, 1, 0.5]).shares(4)
@@ -295,7 +295,7 @@ class TwoShot:
             groups: Number of worker groups.
 
         Raises:
-            ValueError: If there is not one number for each group, or the links are not known.
+            ValueError: If there is not one number for each group, or the links are unknown.
         """
         if self.lacks_links:
             raise ValueError(

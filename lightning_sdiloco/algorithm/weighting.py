@@ -55,7 +55,7 @@ class Control(NamedTuple):
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
         finite: Whether the outer gradient is finite.
-        step_time: Seconds of an inner step, to three digits; 0 where that is not known.
+        step_time: Seconds of an inner step, to three digits; 0 if unknown.
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
@@ -105,11 +105,11 @@ class Control(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Tells how much each group counts in one mean.
+    """How much each group counts in one mean.
 
     Attributes:
         factors: The groups that count, in their order, each with the factor of its outer gradient. The mean is the sum
-            of the products divided by the number of these groups, so that a factor of 1 changes no bit.
+            of the products divided by the number of these groups: a factor of 1 changes no bit.
         outlying: The groups that the guard leaves out.
     """
 
@@ -140,8 +140,8 @@ class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
-    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint.
-    Its state, of each fragment, is plain JSON, and changes only when a flight lands.
+    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. Its
+    state for each fragment is plain JSON, and changes only when a flight lands.
     """
 
     def start(self, groups: int) -> Any:
@@ -157,12 +157,13 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: What every group said at the launch. One that is not finite, or whose weight is 0, must not count.
+            controls: What every group said at the launch. A group that is not finite, or whose weight is 0, must not
+                count.
             state: The state of the fragment.
         """
 
     def heard(self, controls: Sequence[Control], state: Any) -> Any:
-        """Returns the state once the flight has landed; by default that of before; see `count`."""
+        """Returns the state once the flight has landed; by default the state before it; see `count`."""
         return state
 
 

@@ -59,14 +59,14 @@ def resolve(compression: str | Compression) -> Compression:
     """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, perhaps with ``"+memory"`` behind it for error feedback that forgets
-            nothing; or a compression, which is returned unchanged but for names in it.
+        compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for error feedback that
+            forgets nothing; or a compression, which is returned unchanged except for names in it.
 
     Returns:
         The compression.
 
     Raises:
-        ValueError: If ``compression`` is neither, or one that has been given other names.
+        ValueError: If ``compression`` is neither, or contains unknown names.
 
     Examples:
         >>> resolve("fp4"), resolve("fp4+memory")

@@ -31,16 +31,15 @@ class ErrorFeedback(Compression):
     """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
 
     The memory changes when a flight lands, if the group counted in its mean. It is part of a checkpoint. It is lost
-    when rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
-    ``mixing`` the local parameters themselves keep a share of what was lost, so only the rest is remembered. The final
-    exchange adds no memory.
+    when rounds restart: with other groups or settings, or when parameters are frozen or unfrozen. With ``mixing`` the
+    local parameters keep a share of what was lost, so only the rest is remembered. The final exchange adds no memory.
 
     Args:
         compression: The compression.
-        decay: Share of the loss that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
+        decay: Share of the loss to remember, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or if ``compression`` is not a compression or has error feedback.
+        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already has error feedback.
 
     Examples:
         >>> import torch
@@ -88,16 +87,16 @@ class ErrorFeedback(Compression):
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Lets each sender choose, from a menu, the first code that its own link carries in time (FusionLLM).
+    """Each sender chooses, from a menu, the first code that its own link carries in time (FusionLLM).
 
-    The sender alone chooses, launch by launch, and each payload names its code, so that all groups decode the same
-    bits. What a code with error feedback has left out goes with the next launch, whatever its code; while something
-    waits, what that code loses waits too.
+    The sender chooses alone at each launch, and each payload names its code, so all groups decode the same bits. What a
+    code with error feedback left out goes with the next launch, whatever its code; while something waits, what that
+    code loses waits too.
 
     Args:
-        menu: The codes, by name or as compressions, the most wanted one first.
-        within: In how many seconds a payload must have been sent, or ``"overlap"`` for those that ``overlap_steps``
-            take. Where no code is small enough it is the smallest. Until the link is known it is the first one.
+        menu: The codes, by name or as compressions, the preferred one first.
+        within: Seconds within which a payload must be sent, or ``"overlap"``, the time that ``overlap_steps`` take. If
+            no code is small enough, the smallest is used. Until the link is known, the first is.
 
     Raises:
         ValueError: If the menu is empty, or has a code whose payloads vary in length, or ``within`` is out of range.

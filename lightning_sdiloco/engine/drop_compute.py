@@ -22,18 +22,17 @@ class DropCompute:
     """Bounds how long a rank computes for an inner step of several micro-batches (arXiv 2306.10598).
 
     The ranks of a worker group wait for each other in every inner step. A rank that has computed longer than the budget
-    leaves out the micro-batches that are left, but for the last, with which gradients are synchronised. Losses are
-    divided by the number of all micro-batches, as in the authors' code: what is left out counts as a gradient of zero.
-    In the mean of the groups a group weighs by what its ranks have trained.
+    drops the remaining micro-batches, except the last, with which gradients are synchronised. Losses are divided by the
+    number of all micro-batches, as in the authors' code: a dropped one counts as a gradient of zero. In the mean of the
+    groups a group weighs by what its ranks have trained.
 
-    Called with a loader it returns one that yields None for what is left out. A Trainer knows what to do with it.
+    Call it with a loader to get one that yields None for what is dropped. A Trainer knows what to do with it.
 
     Args:
         micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
-        budget: Seconds that a rank computes. ``"auto"``: nothing is left out in 50 inner steps; then the ranks of a
-            group tell each other what each micro-batch took, and all choose the budget with which most is trained in
-            a second.
-        most_dropped: The bound of the share of micro-batches that ``"auto"`` leaves out.
+        budget: Seconds that a rank computes. ``"auto"``: nothing is dropped in 50 inner steps; then the ranks of a
+            group share how long each micro-batch took, and all choose the budget that trains most per second.
+        most_dropped: Largest share of micro-batches that ``"auto"`` drops.
 
     Raises:
         ValueError: If an argument is out of its range.

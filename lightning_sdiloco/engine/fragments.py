@@ -125,13 +125,13 @@ class Diagnostics(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Tells what happened at a landing.
+    """What happened at a landing.
 
     Attributes:
         fragment: The fragment that landed.
         launched_at: Inner step after which it was launched.
-        requests: What the groups asked of all groups at the launch, one bit each.
-        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        requests: What groups asked of all groups at the launch, one bit each.
+        left_out: The groups left out of the mean because their outer gradient was not finite.
         outlying: The groups that ``outlier_guard`` left out of the mean.
         outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
         outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
@@ -142,16 +142,14 @@ class Landing(NamedTuple):
         bytes_received: Bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
         group_norms: Norm of the outer gradient of each group, before any compression.
-        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
-            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
-            ``relay`` if there is a second hop, and ``outer_step`` in the background.
+        spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and ``land`` in the
+            training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``, ``relay`` if there is a
+            second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
-            because they were there already when this rank began to wait for them.
-        sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
-            it came too late.
-        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 where that was
-            not known.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if unknown, because they had
+            arrived before this rank began to wait for them.
+        sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
+        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
     """
 
     fragment: int

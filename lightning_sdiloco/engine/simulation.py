@@ -23,12 +23,12 @@ def simulated_topologies(groups: int) -> list[Topology]:
 class SimulatedGroups:
     """Simulates worker groups of one rank each in this process.
 
-    The outer parameters are those that as many real processes would reach with the same data.
+    The outer parameters are the same as with that many real processes and the same data.
 
     Args:
         models: One model for each worker group, all alike. All start from the values of the first.
-        inner_optimizers: The optimizers of each group, if their state shall be reset where it is not finite.
-        settings: As for `StreamingDiLoCo`, without ``worker_groups``.
+        inner_optimizers: The optimizers of each group, if their state should be reset where it is not finite.
+        settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
         ValueError: As `StreamingDiLoCo` does, or if there are no models, or optimizers of two groups share their state.
@@ -65,7 +65,7 @@ class SimulatedGroups:
         ]
 
     def average_gradients(self, *, idle: Collection[int] = ()) -> None:
-        """Takes the mean over the groups of their gradients; see `StreamingDiLoCo.average_gradients`.
+        """Averages the groups' gradients; see `StreamingDiLoCo.average_gradients`.
 
         Args:
             idle: The groups that do not train in this inner step.
@@ -79,7 +79,7 @@ class SimulatedGroups:
         """Counts an inner step of every group: launches all that is due, then lands all that is due.
 
         Args:
-            trained: How many micro-batches each group trained, by group; 1 where it is left out.
+            trained: How many micro-batches each group trained, by group; 1 for groups left out.
             idle: The groups that did not train in this inner step.
 
         Returns:

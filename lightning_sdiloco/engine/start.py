@@ -49,18 +49,18 @@ _log = logging.getLogger(__name__)
 class WorkerGroups:
     """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
 
-    Make it in all processes, once ``torch.distributed`` is initialised. Where a group has several ranks, the model is
-    wrapped with its `process_group`, and the engine takes the object as its ``worker_groups``.
+    Make it in all processes, once ``torch.distributed`` is initialised. If groups have several ranks, wrap the model
+    with its `process_group`. Give the object to the engine as ``worker_groups``.
 
     Args:
-        worker_groups: Number of worker groups, of consecutive ranks. ``"auto"``: one per process.
+        worker_groups: Number of worker groups; consecutive ranks form a group. ``"auto"``: one per process.
         timeout: How long a fragment may be in flight.
 
     Attributes:
         topology: The ranks, for ``StreamingDiLoCo(topology=...)``.
 
     Raises:
-        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
+        ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does not divide the ranks.
 
     Examples:
         >>> groups = WorkerGroups()

@@ -32,37 +32,37 @@ _CHANNELS = 8  # connections of a site over which payloads travel; its ranks sha
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
+    """The federation that this site trains in: jobs launched on their own that join through a hub.
 
     Args:
-        hub: Address and port of the hub; several, "a:29400,b:29400", where it may be started again elsewhere.
-        run: The run.
+        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted elsewhere.
+        run: The name of the run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
-        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
-        lease: Seconds for which a round waits for a site that gives no heartbeat.
-        grace: Seconds for which a round stays open after its first contribution, and a second less than training waits,
-            at most, for a landing. ``"auto"``: ten seconds, and training never waits.
+        insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
+        lease: Seconds for which a round waits for a site that sends no heartbeat.
+        grace: Seconds for which a round stays open after its first contribution; training waits for a landing for at
+            most a second less. ``"auto"``: ten seconds, and training never waits.
         quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
-            `Quorum`, such as `DynamicBackup`, that decides for whom it waits.
-        late: What becomes of a contribution that comes when its round is closed. ``"drop"``: it counts nowhere, and
-            local and outer parameters are mixed all the same; if the next one is late too, that is carried.
-            ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
+            `Quorum`, such as `DynamicBackup`, that decides which sites to wait for.
+        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it counts nowhere, and
+            local and outer parameters are mixed all the same; if the next one is late too, it is carried. ``"carry"``:
+            it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
-        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all of
-            them the same mean, encoded once more, so that a site fetches as much however many there are.
-        sites: Refused: how many sites found the run its operator says to the hub, ``sdiloco hub --sites``.
+        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all
+            sites the same mean, encoded once more, so a site fetches the same amount however many sites there are.
+        sites: Refused: the hub's operator sets how many sites found the run, ``sdiloco hub --sites``.
 
     Raises:
-        ValueError: If an argument is out of its range, a hub has no port, or the keys are not there or not those of
-            this site. The message names the argument.
+        ValueError: If an argument is out of range, a hub has no port, or the keys are missing or another site's. The
+            message names the argument.
 
     Examples:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is no name: it must have letters, digits, and '.', '_' or '-' between them. ...
+        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-' between them. ...
     """
 
     hub: str

@@ -17,16 +17,16 @@ from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 class Quorum(ABC):
     """Decides which sites a round waits for, and whether it closes before its grace is over.
 
-    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution a round closes
-    whatever this says, if there are the `fewest`; so no quorum makes anybody wait for longer.
+    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution, a round with
+    the `fewest` contributions closes in any case; so no quorum makes sites wait for longer.
 
-    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments stand in the run config, and
-    every hub of the run makes the same quorum of them. It decides by what it is given alone.
+    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part of the run config,
+    and every hub of the run makes the same quorum from them. It decides only by what it is given.
     """
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns with how many contributions, at least, a round closes.
+        """Returns the least number of contributions with which a round closes.
 
         Args:
             sites: How many could contribute.
@@ -38,11 +38,11 @@ class Quorum(ABC):
 
         Args:
             history: The last records of the fragment, the oldest first, at most 8; with their `Record.timings`.
-            sites: The sites that could contribute: those with a lease, near enough to the last record.
+            sites: The sites that could contribute: they have a lease, and are near enough to the last record.
         """
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether a round closes, though its grace is not over: by default, when all awaited have answered.
+        """Returns whether a round closes before its grace is over: by default, when all awaited sites have answered.
 
         Args:
             arrived: The sites that have contributed, or have said that they will not, each with the time.
@@ -69,18 +69,18 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """Waits for as many sites as make the most of time; the others are backup workers, as in arXiv 2102.06280.
+    """Waits for as many sites as make the best use of time; the others are backup workers, as in arXiv 2102.06280.
 
-    With k sites a round takes as long as the inner steps of a site, T, and until the k-th of them comes, l_k after the
-    first. T and l_k are medians over the last 8 rounds. The k with the largest k / (T + l_k) are waited for: one slow
-    site of M is left out if it comes later than T / (M - 1). What it trains is carried, and every 8th round waits for
-    all, so that it counts there.
+    With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives, l_k after the first.
+    T and l_k are medians over the last 8 rounds. The quorum is the k with the largest k / (T + l_k): one slow site of M
+    is left out if it arrives later than T / (M - 1). What it trains is carried, and every 8th round waits for all, so
+    it counts there.
 
     Args:
-        least: The share of the sites with which a round closes, at least; above 0, and at most 1.
+        least: The least share of the sites with which a round closes; above 0, and at most 1.
 
     Raises:
-        ValueError: If ``least`` is out of its range.
+        ValueError: If ``least`` is out of range.
 
     Examples:
         >>> quorum = DynamicBackup(least=0.5)

@@ -46,7 +46,7 @@ _ADVICE = (
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
 
-    Its arguments are those of the Trainer's strategy, but for what only a Trainer does.
+    It takes the arguments of the Trainer's strategy, except what only a Trainer can do.
     """
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
@@ -87,7 +87,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # What users call and read
 
     def finish(self) -> list[Landing]:
-        """Ends training, after the last step and in all processes: the model is left with the outer parameters.
+        """Ends training, after the last step and in all processes: the model ends with the outer parameters.
 
         Fragments in flight land, and each then takes the plain mean of the groups' local parameters. Returns
         what landed.
@@ -103,20 +103,20 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step in which this group does not train, where its loader yields None. Returns what landed."""
+        """Makes an inner step without training, when this group's loader yields None. Returns what landed."""
         self._step(self._begun(), idle=True)
         return self._landings
 
     def note_trained(self, micro_batches: int) -> None:
-        """Says how many micro-batches are trained in the inner step that comes next; see `StreamingDiLoCo.step`."""
+        """Sets how many micro-batches the next inner step trains; see `StreamingDiLoCo.step`."""
         self._trained = micro_batches
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.
+        """Shows the outer model inside a ``with`` block, the same in all groups, then the local one again.
 
-        Until every fragment has landed once it shows the mean of the groups, because nobody has trained the outer model
-        by then, and so it does on a route that does not share. So all ranks must call it.
+        Until every fragment has landed once, and on a route that does not share, it shows the mean of the groups. All
+        ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:

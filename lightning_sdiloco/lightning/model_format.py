@@ -94,7 +94,7 @@ class WholeModel:
                 ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
             process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
+                ``"gloo"``. None: the device's default.
             accelerator: As for every Lightning strategy.
             parallel_devices: As for every Lightning strategy.
             cluster_environment: As for every Lightning strategy.
@@ -216,10 +216,10 @@ class ShardedModel(WholeModel):
                 what ``tensor_parallel_size`` leaves.
             tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the devices of a group on one
                 node, or what ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder to which the ranks of a group write their
+            save_distributed_checkpoint: Whether a checkpoint is a folder in which the ranks of a group write their
                 parts, or a single file.
             process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
+                ``"gloo"``. None: the device's default.
         """
         arguments = dict(locals())
         for name in ("data_parallel_size", "tensor_parallel_size"):

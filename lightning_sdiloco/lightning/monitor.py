@@ -175,18 +175,18 @@ class Deferred:
 
 
 class StreamingDiLoCoMonitorMixin:
-    """Keeps what a run did, for `sdiloco report` and for a trace viewer.
+    """Records what a run did, for `sdiloco report` and for a trace viewer.
 
-    Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
-    losses. None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the
-    report becomes an artifact of the run when the fit ends.
+    Every rank writes its own record, a file of JSON lines: inner steps, launches, flights, landings, waits and losses.
+    None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the report
+    becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, that of the
-            run where it has one, or in its ``default_root_dir``.
+        folder: Where the records go. By default ``sdiloco`` in the run's folder of the trainer's first logger, or in
+            its ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
-            writes it at the end of the fit, from the records that it finds in the folder.
-        diagnostics: Whether every landing measures how far the groups agree. That costs some passes over the fragment,
+            writes it at the end of the fit, from the records it finds in the folder.
+        diagnostics: Whether every landing measures how far the groups agree. This costs some passes over the fragment,
             in the background.
 
     Raises:

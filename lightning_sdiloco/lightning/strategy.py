@@ -68,52 +68,50 @@ class GroupStrategy:
     """Trains one model on several worker groups.
 
     Args:
-        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
-            there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and in the next,
-            ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
+        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group. ``"auto"``: one per
+            node if there are several nodes, otherwise one per device.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and for
+            ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner steps and the link
+            between groups.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a
-            ``LandingRule``, as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
-            is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
-            numbers of its checkpoint.
-        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks in a
-            fragment, which is an eighth of them if it is left out, from 1 to 3; ``"balanced"``, into as many fragments
-            of equal size as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
-            patterns matched against parameter names, one list for each fragment; or ``"auto"``, strided with as many
-            blocks as suit the link.
+        mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or a ``LandingRule``
+            such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``, ``"auto"`` chooses by the number of
+            groups, ``sync_every`` and the compression; a resumed fit takes the numbers from its checkpoint.
+        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks per
+            fragment (without it, an eighth of them, from 1 to 3); ``"balanced"``, into as many fragments of equal size
+            as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style patterns for
+            parameter names, one list per fragment; or ``"auto"``, strided with as many blocks as suit the link.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
-            as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
-            chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.
+            as ``"fp4"``; a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of ``"fp32"``,
+            ``"bf16"`` and ``"fp4"`` that the link carries.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
-            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
-            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
-            validation that saw the mean, they hold the mean.
-        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
+        evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the mean of the groups
+            until every fragment has landed once. ``"mean"``: the mean of the groups, exchanged for every validation.
+            ``"local"``: each group's own. Checkpoints hold the outer model; until every fragment has landed once, and
+            right after a validation of the mean, they hold the mean.
+        federation: The `Federation` that these ranks, launched on their own, join as a site. None: all worker groups
             are launched together.
-        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
-            replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also has a schedule of the rate,
-            clipping, a guard against outliers, and where outer state rests.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works
+            elementwise; it replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also sets a rate
+            schedule, clipping, a guard against outliers, and where outer state rests.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
-            for what suits the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
-            average parts that suit their links. With ``":nccl"`` behind it, as ``"auto:nccl"``, outer gradients go from
-            CUDA device to CUDA device; otherwise gloo carries them.
-        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the outer
-            parameters and outer momentum of any checkpoint. With ``":newest"`` behind it only the newest checkpoint
-            keeps the folder from which a fit resumes, not all.
-        warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as DDP
-            does. ``"auto"``: in a share of them where there are four groups or more, the length of the fit is known and
-            the link carries gradients; see docs/choosing.md.
+            to choose by the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
+            average parts that suit their links. With the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go
+            from CUDA device to CUDA device; otherwise gloo carries them.
+        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the rounds from the outer
+            parameters and outer momentum of any checkpoint. With the suffix ``":newest"``, only the newest checkpoint
+            keeps the folder that a fit resumes from.
+        warmup_steps: For the first ``warmup_steps`` steps, groups average their gradients, as DDP does. ``"auto"``: a
+            share of all steps if there are four groups or more, the length of the fit is known and the link carries
+            gradients; see docs/choosing.md.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
             outer gradients hardly change. None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps that it
-            trained.
-        route: With whom each group exchanges in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
-            ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
-            None: with all.
+        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it trained.
+        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
+            ``Ring()``. With these, groups hold their own outer parameters; validation and checkpoints use their mean.
+            None: all groups.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
 
     Raises:
@@ -184,8 +182,8 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
-        it is known once they are chosen, after the first inner steps.
+        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings that are ``"auto"``
+        are chosen after the first inner steps, and the schedule is known then.
         """
         if self.results.other is not None:
             return self.results.other.schedule
@@ -201,8 +199,8 @@ class GroupStrategy:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
 
-        The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
-        call it together.
+        The names come from the model's ``named_parameters()``. During training, all ranks of a worker group must call
+        it together.
         """
         return self.results.source.outer_state_dict()
 

@@ -119,7 +119,7 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
             parser.parse_args([f"--strategy.help=lightning_sdiloco.{face}.{name}"])
         shown = " ".join(capsys.readouterr().out.split())
         assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
-        assert "Share of the local parameters that is kept on landing" in shown
+        assert "Share of the local parameters kept on landing" in shown
         assert "static_graph" not in shown, "an argument of DistributedDataParallel"
         assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith("streaming_diloco")
 
@@ -160,6 +160,6 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         (told,) = said
         schedules = {every: Schedule(every, min(overlap, every // 4), fragments) for every in range(1, 100)}
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
-        advice = told.partition(" of DDP. ")[2]
+        advice = told.partition(" DDP's. ")[2]
         many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds train for more inner steps"
         assert advice.startswith(many)
