@@ -64,7 +64,7 @@ def demo(
 
     Args:
         steps: Inner steps of each setting.
-        settings: ddp, diloco or streaming_fp4; can be given several times. By default all of them are trained.
+        settings: ddp, diloco or streaming_fp4; repeat for several. By default all are trained.
         out: Folder for numbers and pictures.
     """
     require(steps >= 1, "steps", steps, "at least 1")

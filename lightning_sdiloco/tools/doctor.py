@@ -79,17 +79,17 @@ def doctor(
     wait: float = 300.0,
     json: bool = False,
 ) -> str:
-    """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
+    """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, run config.
+    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip, bandwidth and run config.
 
     Args:
-        options: Which hub, and by whom, to check that.
+        options: Which hub to check, and as whom.
         worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, where it is started once on every node, with NODE_RANK and MASTER_ADDR.
-        seconds: How long each direction between worker groups, or to and from the hub, is measured.
-        wait: How many seconds to wait until all ranks have come.
-        json: Print JSON in place of a table.
+        num_nodes: Number of nodes, if you start it once on every node, with NODE_RANK and MASTER_ADDR.
+        seconds: Seconds for which each direction between worker groups, or to and from the hub, is measured.
+        wait: Seconds to wait until all ranks have joined.
+        json: Print JSON instead of a table.
     """
     if options.hub is not None:
         found, seen = examine_hub(options, seconds)

@@ -31,25 +31,25 @@ def hub(
     backups_every: float = 3600.0,
     refound: bool = False,
 ) -> str:
-    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
+    """Serve a run to its sites until a signal ends it; start it again with the same ledger.
 
     Args:
         run: The name of the run.
         keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
-        listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
-        store: Folder or URL for payloads and states; by default the folder beside the ledger.
-        insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
-        metrics: Address and port for a Prometheus server, which gets what the status says, and for the probes of a
-            cluster, at /healthz; by default there is none. Whoever reaches that port can read it.
-        quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
-            Nothing else that a site names is imported; those of this package need no word.
-        backups: A folder, on another disk, for a copy of ledger and payloads that is made while the run goes on. Where
-            the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        sites: How many sites found the run, the first time. Afterwards sites come and go as they like.
+        listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an interface.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a durable disk.
+        store: Folder or URL for payloads and states; by default a folder beside the ledger.
+        insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do anything.
+        metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz; none by default.
+            Anyone who reaches that port can read them.
+        quorum: Your own quorum that sites may found the run on: module.Class, of a module that Python finds here.
+            Nothing else that a site names is imported; this package's own are always allowed.
+        backups: A folder, on another disk, for a copy of ledger and payloads, made while the run goes on. If the first
+            disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
         backups_every: Seconds between two copies.
-        refound: Found the run again from what its sites hold, where its ledger is lost: on a new one, with as many
-            sites as are left.
+        refound: Found the run again from what its sites hold, if its ledger is lost: on a new ledger, with the sites
+            that are left.
     """
     if run is None:
         raise ValueError("A hub serves one run: give its name (--run NAME), and keys for it (--keys FOLDER).")
@@ -88,13 +88,13 @@ def hub(
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Says which hub is asked, and by whom: options that all commands share which ask one.
+    """Options shared by all commands that ask a hub: which hub, and as whom.
 
     Args:
-        hub: Address and port of the hub; several with commas between them, if it has several.
-        keys: The bundle of who asks; an operator's for what changes the run.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        hub: Address and port of the hub; several, separated by commas, if it has several.
+        keys: Your bundle; an operator's for commands that change the run.
+        run: The name of the run, if the bundle does not name it.
+        insecure: Ask a hub without keys.
     """
 
     hub: str | None = None
@@ -132,31 +132,31 @@ def status_of(mailbox: HubClient) -> dict[str, Any]:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
+    """Throw a site out of a run. Started again, it may rejoin, and fetches a state from the others.
 
     Args:
         site: The name of the site.
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
     """
     options.ask("operator", "evict", who=site)
     return f"{site} was evicted. To keep it out for good, revoke its keys: sdiloco keys revoke FOLDER {site}."
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, for which every site launches what it has.
+    """End a run: the next round of every fragment is the last, and every site launches what it has.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
     """
     options.ask("operator", "end")
     return "The run ends with the next round of every fragment."
 
 
 def backup(options: HubOptions) -> str:
-    """Copy ledger and payloads of a run now, at its hub, into the folder for copies with which it was started.
+    """Copy ledger and payloads of a run now, at its hub, into its folder for copies.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
     """
     told = options.ask("operator", "backup")
     return f"{told['records']} records are in {told['folder']}, at the hub."
@@ -170,13 +170,13 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Amend the terms of a run while it goes on; what is left out stays as it is.
+    """Amend the terms of a run while it goes on; options you leave out change nothing.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
         rounds: The rounds of every fragment after which the run ends; 0: it ends when its sites do.
         grace: Seconds for which a round stays open after its first contribution.
-        lease: Seconds for which a round waits for a site that gives no heartbeat.
+        lease: Seconds for which a round waits for a site that sends no heartbeat.
         quorum: The least number of sites that make a round.
         guard: How many times as long as usual an outer gradient may be; 0: any length.
     """
@@ -190,11 +190,11 @@ def amend(
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
+    """Roll a run back to a round: later records are dropped for good. Restart sites that have applied them.
 
     Args:
-        round: The last round of every fragment that stays.
-        options: Which hub, and by whom.
+        round: The last round of every fragment to keep.
+        options: Which hub to ask, and as whom.
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (

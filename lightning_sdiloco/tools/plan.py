@@ -53,35 +53,36 @@ def plan(
     picture: str | None = None,
     format: Literal["text", "json"] = "text",
 ) -> str:
-    """Print what a link allows: bytes, peak bandwidth and compute utilisation for each method, and what to set.
+    """Print what a link allows: bytes, peak bandwidth and compute utilisation of each method, and what to set.
 
     Args:
         model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
-        params: Number of parameters, such as 1e9 or 1B, in place of a model.
+        params: Number of parameters, such as 1e9 or 1B, instead of a model.
         layers: Number of layers, with --params.
-        step_time: Seconds of an inner step, without anything between groups.
+        step_time: Seconds of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
         bandwidth: Gbit/s between a group and all others, in each direction; 0.1 is 100Mbit.
-        hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
-        quorum: The quorum of that federation: a number of sites, or a class such as DynamicBackup, with
-            --quorum.least=0.5 for its arguments. Says whom a round waits for.
-        grace: Seconds for which its rounds stay open after the first contribution; by default 10, with --quorum.
-        delays: Seconds by which what each site sends comes later, as 0,0,12; with --quorum.
-        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, in place of --bandwidth
-            and --groups: plans with the slowest one, and says what two shots with parts that suit the links bring.
+        hub_bandwidth: Gbit/s of a federation's hub, in each direction: the groups are then its sites.
+        quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or a class such as
+            DynamicBackup, with --quorum.least=0.5 for its arguments.
+        grace: Seconds for which rounds stay open after the first contribution; 10 by default; with --quorum.
+        delays: Seconds by which each site's contributions are late, as 0,0,12; with --quorum.
+        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, instead of --bandwidth
+            and --groups. The plan takes the slowest link, and shows what two shots gain with parts that suit the links.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
-        loss: Share of the packets that get lost: 0.1 % is 0.001.
+        loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps between the launch of a fragment and its landing.
-        fragments: How the model is cut: strided or sequential, with the repeated blocks in a fragment behind it, as in
-            strided:3, or as many as make some eight fragments, at most three; balanced, or a number of fragments.
+        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        fragments: How the model is cut: strided or sequential, optionally with the repeated blocks per fragment, as in
+            strided:3 (by default as many as make some eight fragments, at most three); balanced; or a number of
+            fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
-        steps: Inner steps of the whole run, for the bytes in all.
+        steps: Inner steps of the whole run, for its total bytes.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
-        paper_table_4: Reproduce Table 4 of the paper instead, in its idealisation.
-        picture: File (.svg or .png) for a picture of the utilisation over the bandwidth.
-        format: How to print.
+        paper_table_4: Reproduce Table 4 of the paper instead, with its idealisations.
+        picture: File (.svg or .png) for a plot of utilisation over bandwidth.
+        format: Output format.
 
     Examples:
         >>> print(plan(params=1e9, layers=24, step_time=0.1, bandwidth=1).splitlines()[0])

@@ -33,9 +33,9 @@ def report(
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
 
     Args:
-        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it: that of the run,
-            or one whose newest version_N it is.
-        output: Folder for the report. By default a folder named report in that of the run.
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it: the run's own, or one
+            that holds version_N folders, of which the newest is taken.
+        output: Folder for the report; by default a folder named report in the run's.
     """
     require_matplotlib("A report")
     place, read = records_in(run), read_run(run)

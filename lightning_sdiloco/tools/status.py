@@ -19,11 +19,11 @@ _EVERY = 1.0  # seconds between two looks
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; otherwise once.
 
     Args:
-        options: Which hub, and by whom: a reader, or anybody else who has keys.
-        json: Print JSON in place of a table, once.
+        options: Which hub to ask, and as whom: a reader, or any other role with keys.
+        json: Print JSON once, instead of a table.
     """
     with closing(options.mailbox("reader")) as mailbox:
         first = status_of(mailbox)

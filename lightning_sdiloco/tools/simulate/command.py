@@ -55,25 +55,26 @@ def simulate(
     """Run a LightningCLI configuration as several worker groups in this process, and predict its time on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Again for several; later ones override.
-        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Again for more.
+        config: Configuration file of a LightningCLI. Repeat for several; later ones override.
+        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Repeat for more.
         cli: Class path of the LightningCLI, if the training script has its own.
         model: Class path of the model, if the script gives it to its LightningCLI.
         data: Class path of the data module, if the script gives it to its LightningCLI.
         groups: Number of worker groups, of one rank each.
-        sites: Number of sites of a federation, of one rank each, in place of groups.
-        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
-        methods: YAML file of runs to compare: from a name to arguments of the strategy, in place of sweep.
-        seeds: Make each run of sweep or methods with each of these seeds, as 0,1,2, and compare it with the first.
+        sites: Number of sites of a federation, of one rank each, instead of groups.
+        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Repeat for more.
+        methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the strategy.
+        seeds: Run each combination of the sweep or methods with each of these seeds, as 0,1,2, and compare it with the
+            first.
         bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
-        loss: Share of the packets that get lost: 0.1 % is 0.001.
-        step_time: Seconds of an inner step there. By default what it takes here; with --sites it must be given.
-        speeds: How fast each group is, with 1 for the step time, as 1,1,0.5.
-        delays: Seconds by which what each site sends comes later, as 0,0,12; with --sites.
-        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more.
+        loss: Share of packets lost: 0.1 % is 0.001.
+        step_time: Seconds of an inner step there; by default as long as here. Required with --sites.
+        speeds: How fast each group is, as 1,1,0.5; 1 is the step time.
+        delays: Seconds by which each site's contributions are late, as 0,0,12; with --sites.
+        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Repeat for more.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
-        picture: File (.svg or .png) for a picture of the losses.
+        picture: File (.svg or .png) for a plot of the losses.
         json: File for all numbers.
     """
     if not config:
