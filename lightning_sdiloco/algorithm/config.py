@@ -54,7 +54,7 @@ def recommended(is_sparse: bool = False, over_senders: bool = False, least: floa
     momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
     that all that a group moves is progress: the smaller of these two numbers is `least`.
 
-    Where each group sends few values of its own choice (sparse) and the others wait in its error feedback, that is a
+    If each group chooses the few values it sends (sparse) and the others wait in its error feedback, that is a
     momentum already, so there is no other one. The mean divides by all groups what one of them has sent, and the
     progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
     alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
@@ -99,7 +99,7 @@ _FEWEST_WARMUP_STEPS = 10
 # Values by whose payloads the sizes of compressions are compared.
 _MANY = 1 << 12
 
-# What does not work with a route on which each group holds outer parameters of its own, and why.
+# What does not work with a route on which each group holds its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
     "schedule": "it needs to hear of all groups, but here only partners know of each other",
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
@@ -261,7 +261,7 @@ class Settings:
             )
 
     def _check_gossip(self) -> None:
-        """Refuses what does not work with outer parameters of their own in every group."""
+        """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
             if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO):
                 raise ValueError(
@@ -325,7 +325,7 @@ class Settings:
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings for so many groups and rounds, with what `recommended` returns for ``"auto"``."""
+        """Returns the settings for a number of groups and rounds, with what `recommended` returns for ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
@@ -337,14 +337,14 @@ class Settings:
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
             return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
-        # A schedule of its own decides when, and how often.
+        # A given schedule decides when, and how often.
         least = min(self.sync_every, rounds) if self.schedule is None else math.inf
         suits = recommended(is_sparse, self.codec.counts_senders(), least)
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
-        # A landing rule cannot be read from text: what is compared afterwards tells that it is another one.
+        # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
         return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
 

@@ -1,6 +1,6 @@
 """With whom each group exchanges in a round, and what, where that is not with all others.
 
-[Note: gossip] On a route that does not share, each group holds outer parameters of its own. In a round the groups of a
+[Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round the groups of a
 *leg*, two or three, tell each other where they are, and each makes its outer step with its outer parameters minus the
 mean of that as its outer gradient. Over all groups these outer gradients have the mean that they have when all
 exchange, so the mean of the outer parameters moves as there, for an outer optimizer that is linear in its gradients, as
@@ -336,7 +336,7 @@ def take(
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups hold outer parameters of their own."""
+    """Refuses a compression that does not suit a route on which groups hold their own outer parameters."""
     codec = resolve(compression)
     advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
     if codec.remembers() or codec.chosen_share() < 1 or codec.varies():

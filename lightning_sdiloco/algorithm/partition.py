@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-# The most repeated blocks in a fragment where nobody says how many: the paper's choice.
+# The most repeated blocks in a fragment if their number is not given: the paper's choice.
 _MOST_BLOCKS = 3
 
-# The fragments that a model is cut into where nobody says how many, about: as many as the paper's 1B model has.
+# The fragments that a model is cut into if their number is not given, about: as many as the paper's 1B model has.
 _ENOUGH_FRAGMENTS = 8
 
 # Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
-# stage of a ResNet starts with a block that has a shortcut of its own, and some layers of a transformer have experts.
+# stage of a ResNet starts with a block that has its own shortcut, and some layers of a transformer have experts.
 _ALIKE = 0.5
 
 
@@ -135,7 +135,7 @@ def _is_list(value: Any) -> bool:
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model from the names of its parameters, in order; none if there are none.
 
-    A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
+    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It counts
     when at least two of its children are alike and these hold at least half of its parameters. The blocks are the
     children that are alike in the outermost stacks that count. A child that holds nothing but vectors, such as a
     normalisation between two linear layers, belongs to the block before it.

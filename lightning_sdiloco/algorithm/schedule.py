@@ -122,7 +122,7 @@ class Schedule:
         return self.table()
 
     def _due(self, step: int, later: int) -> tuple[int, ...]:
-        """Returns the fragments that launched so many inner steps before."""
+        """Returns the fragments that launched that many inner steps before."""
         if 0 < step == self.warmup_steps:
             return tuple(range(self.fragments))
         since = step - self.warmup_steps - later

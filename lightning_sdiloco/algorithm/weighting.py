@@ -27,7 +27,7 @@ _LONGEST_STEP = 65504.0
 Who = TypeVar("Who")
 
 GUARD = 10.0
-"""How many times as long is too long, where nobody says otherwise."""
+"""How many times as long is too long, by default."""
 
 REMEMBERED = 8
 """With how many of its last norms a new one is compared, at most."""

@@ -2,7 +2,7 @@
 
 Plain are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and dictionaries of these. They
 travel as JSON, with the bytes of tensors behind it, and nothing that comes is executed. A named tuple arrives as a
-tuple; whoever sends one makes one of it again.
+tuple; the sender of one makes one of it again.
 """
 
 import json
@@ -41,7 +41,7 @@ class Communicator:
         """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL."""
         if (group := self.process_group) is None:
             return 0
-        # Where each device has a backend of its own, each of them counts.
+        # If each device has its own backend, each of them counts.
         backends: set[Any] = {group._get_backend(device) for device in group._device_types}
         with suppress(RuntimeError):
             return sum(backend._get_sequence_number_for_group() for backend in backends)
@@ -89,7 +89,7 @@ class Communicator:
         """
         try:
             own = Outcome(act())
-        except Exception as error:  # told below, on all ranks
+        except Exception as error:  # raised below, on all ranks
             own = Outcome(None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error)
         every = [Outcome(*told) for told in self.all_gather_object(own[:3])]
         every[self.rank] = every[self.rank]._replace(raised=own.raised)

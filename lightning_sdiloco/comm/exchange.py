@@ -77,7 +77,7 @@ class Exchange(ABC, Generic[Posted]):
 
 @dataclass
 class _Travelling:
-    """Messages on their way over gloo: those of this group, what comes, and the work of each other group."""
+    """Messages on their way over gloo: this group's, incoming ones, and the work of each other group."""
 
     messages: Sequence[Tensor]
     received: list[Tensor]
@@ -186,15 +186,15 @@ class DirectExchange(Exchange[_Travelling]):
 # Messages of any size
 
 LENGTH_BYTES = 8
-"""Bytes that tell a group how long a message to it is, and how fast its own last message came."""
+"""Bytes with the length of the message to a group, and the rate of that group's last message."""
 
-# Of their bits, those of the length. The others tell the rate, in kB/s.
+# Their bits for the length. The others are the rate, in kB/s.
 _LENGTH_BITS, _RATE_BITS = 40, 23
 _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[Any, Any]]):
-    """Carries messages whose sizes differ between groups: another exchange tells how long they are."""
+    """Carries messages whose sizes differ between groups: another exchange carries their lengths."""
 
     def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
         super().__init__(messages.num_groups)
@@ -253,7 +253,7 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     """Carries messages between worker groups that all live in one process; there is one such exchange for each.
 
     Messages wait in a table until all groups have taken them. Collecting before all groups have posted is an error
-    rather than a wait: there is nobody to wait for.
+    rather than a wait: there is no group to wait for.
     """
 
     def __init__(self, group: int, groups: int, table: dict[int, dict[int, Sequence[Tensor]]]) -> None:
@@ -327,12 +327,12 @@ class DeviceExchange(Exchange[_OnDevice]):
     """Sends from the device of each group to that of each other group; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
-    Nobody else may use its process group: the backend matches messages by the order in which ranks post them. Both hops
+    Its process group is for it alone: the backend matches messages by the order in which ranks post them. Both hops
     of a flight use it, from one thread.
 
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
     it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
-    whoever waits for it would otherwise wait for the slowest group, without a bound.
+    waiting for it would otherwise mean waiting for the slowest group, without a bound.
 
     [Note: a device is in one order] What a device has begun to send it goes on with until the other side does the same,
     and what waits for all of the device, as the first use of a kernel may, waits for that too. So messages begin to

@@ -36,17 +36,16 @@ _SHORTEST_S, _SHORTEST = 0.05, 1 << 16
 """Messages that take less time or have fewer bytes are not paced, and nothing is learned: a queue holds them all."""
 
 _QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
-"""So many seconds in queues, if they are that share of the time, or so many packets lost are too many."""
+"""Too much: these seconds in queues, if they are that share of the time, or this many packets lost."""
 
 _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
 _MOST, _LEAST = 1.25, 1.05
-"""A rate grows to so many times what connections delivered in the end at most, and is at least so many times what they
-sent."""
+"""A rate is at most this many times what connections delivered in the end, at least this many times what they sent."""
 
 _REMEMBERED = 8
-"""What queues or gets lost in each of the last so many hops does so however fast messages leave."""
+"""What queues or gets lost in each of this many last hops does so however fast messages leave."""
 
 
 class Counters(NamedTuple):
@@ -71,7 +70,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection of this process, whoever has opened it."""
+    """A connection of this process, of whatever origin."""
 
     descriptor: int
     inode: int
@@ -188,7 +187,7 @@ class Pacing:
         """Learns from the last messages how fast the next ones may leave; call it before they do."""
         if not self._connections or not (nbytes := sum(sizes)):
             return
-        # If a connection is gone, whoever waits for its message says so.
+        # If a connection is gone, the wait for its message says so.
         with self._lock, suppress(OSError):
             if nbytes >= _SHORTEST:
                 self._learn()

@@ -19,7 +19,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, Direc
 from lightning_sdiloco.comm.pacing import Connection, Pacing
 
 STAGES = 3
-"""Stages of a flight. Each has a communicator of its own among the ranks of the group."""
+"""Stages of a flight. Each has its own communicator among the ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class SharedGloo:
     gloo gives each process group a thread, which wakes up a hundred times a second whether or not anything travels:
     with eight of them that is as much processor time as all flights of a large model. So they share that of the default
     process group, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
-    times as long, those of two and four just as long. A connection is still that of one process group, so no message
+    times as long, of two and four just as long. A connection still belongs to one process group, so no message
     waits behind one of another group.
     """
 
@@ -120,7 +120,7 @@ class SharedGloo:
 
 
 def devices_of(backend: Any) -> list[Any]:
-    """Returns the devices of a process group; none of a torch that does not tell: then each group has its own."""
+    """Returns the devices of a process group; none if torch does not report them: then each group has its own."""
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
 
@@ -270,7 +270,7 @@ def world() -> Communicator:
 
 
 def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
-    """Returns the ranks of a process group that somebody else has made, numbered as in the world."""
+    """Returns the ranks of a foreign process group, numbered as in the world."""
     return list(dist.get_process_group_ranks(process_group))
 
 

@@ -230,12 +230,12 @@ def divide(total: Tensor, groups: int) -> Tensor:
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to handle at a time: on a CPU so many that what is computed stays in its cache."""
+    """Returns how many values to handle at a time: on a CPU as many as stay in its cache."""
     return 1 << 17 if device.type == "cpu" else 1 << 23
 
 
 def forwarded(to: str, *names: str) -> Any:
-    """Makes methods that call those of the same names of what an attribute holds."""
+    """Makes methods that call the methods of the same names of what an attribute holds."""
 
     def made(name: str) -> Any:
         return documented(name, lambda self, *args: getattr(getattr(self, to), name)(*args))

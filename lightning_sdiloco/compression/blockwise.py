@@ -5,7 +5,7 @@ Payloads are not padded to whole blocks, and blocks are independent of each othe
 one chunk of blocks after the other, so that what is computed on the way stays in the cache of a processor.
 
 Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every processor gives the
-same codes. `fp4` has a file of its own, as it is written in C too.
+same codes. `fp4` has its own file, as it is written in C too.
 """
 
 from abc import abstractmethod
@@ -303,7 +303,7 @@ class Int2(Blockwise):
 
     @override
     def pad(self, values: Tensor) -> Tensor:
-        """Pads the last block with a repetition of its own values: zeros would pull the magnitudes down."""
+        """Pads the last block by repeating its own values: zeros would pull the magnitudes down."""
         missing = -len(values) % self.block
         last = values[len(values) // self.block * self.block :]
         return torch.cat((values, last.repeat(self.block)[:missing])) if missing else values

@@ -334,7 +334,7 @@ def _largest(magnitudes: Tensor, kept: int) -> Tensor:
 
 
 def _packed_bytes(count: int) -> int:
-    """Returns the bytes of so many positions."""
+    """Returns the bytes of that many positions."""
     return -(-count * 3 // 2)
 
 
@@ -347,7 +347,7 @@ def _packed(positions: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Reads back so many positions."""
+    """Reads back that many positions."""
     low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
     pairs = low | middle << 8 | high << 16
     return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]

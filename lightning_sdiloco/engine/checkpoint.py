@@ -184,7 +184,7 @@ def take_place(part: str, path: str) -> None:
 def random_state() -> dict[str, Any]:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Asking a device that nobody uses would begin to use it, which a forked process cannot.
+    # Asking an unused device would begin to use it, which a forked process cannot.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
@@ -554,7 +554,7 @@ def _land(
     settings: Settings,
 ) -> int:
     """Lands the flights of complete groups as these would have landed them; returns how many could."""
-    # The parts of two shots are those of then, and so is what the second rounding lost.
+    # The parts of two shots stay as they were then, and so does what the second rounding lost.
     exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
     reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
     optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]

@@ -11,10 +11,10 @@ from torch import nn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import is_sharded
 
-# After so many inner steps ``budget="auto"`` is chosen.
+# Inner steps after which ``budget="auto"`` is chosen.
 _WARMUP = 50
 
-# Among so many thresholds the best is looked for.
+# Thresholds among which the best is looked for.
 _THRESHOLDS = 200
 
 
@@ -156,7 +156,7 @@ class DroppingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was called; the time of the inner step begins anew."""
+        """Resumes where `state_dict` was called; the time of the inner step restarts."""
         self._position, self.trained, self.dropped = state["position"], state["trained"], state["dropped"]
         self._resumed = True
         if self.drop.budget == "auto":
@@ -167,7 +167,7 @@ class DroppingLoader:
 
 
 def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes."""
+    """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank computes."""
     times = []
     for rank in every:
         ends = [[0.0, *row[:-1]] for row in rank]
@@ -200,7 +200,7 @@ class Drop(NamedTuple):
 def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_dropped: float) -> Drop:
     """Finds the budget with which most is trained in a second; see [Note: the rule of DropCompute].
 
-    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that nobody can
+    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that no rank can
     shorten. With a budget a rank that is late before a micro-batch drops this one and those after it, but for the last,
     which synchronises; the first one is never late. If that shortens the step by the share ``s``, and drops the share
     ``d`` of the micro-batches, then ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum

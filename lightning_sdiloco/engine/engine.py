@@ -308,7 +308,7 @@ class StreamingDiLoCo:
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
         self.rounds.require_coverage()
-        # What a longer run would go on from takes the place of the gradients, which nobody needs any more.
+        # What a longer run would go on from takes the place of the gradients, which are no longer needed.
         self.model.zero_grad()
         self._unfinished = self.state_dict()
         return self._counted(self.loop.land_all(self.inner_steps))

@@ -1,6 +1,6 @@
 """A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while training goes on.
 
-A launch reads all that a flight takes along. `Synchronizer.fly` runs in the background and owns all that it writes to.
+A launch reads all that a flight carries. `Synchronizer.fly` runs in the background and owns all that it writes to.
 What it returns, an `Arrival`, is committed when the fragment lands, and not before.
 
 Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes work in the order in
@@ -50,7 +50,7 @@ _REMEMBERED, _FLIGHTS = 16, 3
 
 _log = logging.getLogger(__name__)
 
-# The stages of the background, each with a communicator of its own.
+# The stages of the background, each with its own communicator.
 _SEND, _AVERAGE, _STEP = range(3)
 
 
@@ -72,7 +72,7 @@ class Synchronizer:
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
-        # Where nobody waits for a second hop, and no link is measured by when messages are waited for, the outer step
+        # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
@@ -236,7 +236,7 @@ class Synchronizer:
 
     def _bring(self, launch: Launch, fragment: FragmentState) -> Brought:
         anchor, twin = fragment.load(fragment.anchor), fragment.load(fragment.twin)
-        assert anchor is not None, "groups hold outer parameters of their own"
+        assert anchor is not None, "groups hold their own outer parameters"
         return bring(launch.outer, launch.gradient, anchor, twin, self._momentum)
 
     def _take(
@@ -250,7 +250,7 @@ class Synchronizer:
         count: Count,
     ) -> Taken:
         group, anchor = self._topology.group_index, fragment.load(fragment.anchor)
-        assert anchor is not None, "groups hold outer parameters of their own"
+        assert anchor is not None, "groups hold their own outer parameters"
         own = all_reduce.decode_own([payloads[group]], launch.gradient)
         return take(brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum)
 
@@ -437,7 +437,7 @@ class Pending(Generic[Result]):
         self.ready = ready
 
     def advance(self, settle: Callable[[], None] | None = None) -> bool:
-        """Runs the next stage, and tells whether there is another one. Gradients must not be recorded."""
+        """Runs the next stage, and returns whether there is another one. Gradients must not be recorded."""
         assert self._work is not None, "work that has ended does not go on"
         try:
             next(self._work)
@@ -446,7 +446,7 @@ class Pending(Generic[Result]):
             self._result = ended.value
         except BaseException as error:  # it is raised again where the result is asked for
             self._failure = error
-        # The frame of the work is gone, and with it all that it held: when the result is told the interpreter may end,
+        # The frame of the work is gone, and with it all that it held: once the result is out, the interpreter may end,
         # and a thread that frees a tensor meanwhile ends the process.
         self._work = None
         try:
@@ -485,12 +485,12 @@ class Background(ABC):
 
 
 class ThreadBackground(Background):
-    """Runs every stage in a worker thread of its own, on an accelerator in a side stream."""
+    """Runs every stage in its own worker thread, on an accelerator in a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
         self._first, self._streams = queues[0], _Streams(device) if device.type != "cpu" else None
-        # The threads know the queues and not this object, so that they end with one that nobody closes.
+        # The threads know the queues and not this object, so that they end even if it is never closed.
         self._threads = [
             threading.Thread(target=_serve, args=(own, after, self._streams), name="sdiloco-background", daemon=True)
             for own, after in zip(queues, [*queues[1:], None], strict=True)
@@ -596,7 +596,7 @@ class Flight:
 
 
 def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes what a flight tells, in the training thread; ``seconds`` is how long the flight took."""
+    """Completes a flight's report, in the training thread; ``seconds`` is how long the flight took."""
     launched, (began, arrived) = launch[1], wait
     ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
     spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
@@ -679,7 +679,7 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
     Args:
         posted: When this rank posted its own messages.
-        began: When it began to wait for those of the others.
+        began: When it began to wait for the others' messages.
         launched: When it learned that all groups have launched.
         ended: When their messages were there.
         encoding: How long this rank encoded its own.

@@ -1,4 +1,4 @@
-"""The state of a fragment: all that a rank holds of it in one record, what its launch takes along and what comes back.
+"""The state of a fragment: all that a rank holds of it in one record, what its launch carries and what comes back.
 
 [Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
 ``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
@@ -13,7 +13,7 @@ buffers            their own    device      Local buffers, in the model, of any 
                                             pass and by landings.
 outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all groups.
 outer.state        (length,)    storage     State of the outer optimizer. What is not elementwise, such as a count of
-                                            steps, has a shape and dtype of its own, and is where torch wants it.
+                                            steps, has its own shape and dtype, and is where torch wants it.
 buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
 memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
                                             until there is some. Each group has its own.
@@ -181,7 +181,7 @@ class Landing(NamedTuple):
     def link_gbit_s(self) -> float:
         """The effective link rate: what went in one direction over the time for which it was on the link.
 
-        NaN where that time cannot be told; 0 if nothing was sent.
+        NaN if that time is unknown; 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
         if not bits:
@@ -190,7 +190,7 @@ class Landing(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a flight brings: the values that its landing commits, and what it tells but for the times of the landing."""
+    """What a flight brings: the values that its landing commits, and its report, except the times of the landing."""
 
     changes: Mapping[str, Any]
     rule: LandingRule
@@ -336,13 +336,13 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads all that a flight takes along. From here on the group counts its inner steps anew."""
+        """Reads all that a flight carries. From here on the group's inner steps count from zero."""
         launch = self.read(step, deadline, purpose, requests)
         self.weight = 0
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
+        """Reads all that a flight carries, and changes nothing; it takes the arguments of `launch`."""
         is_round = purpose is Purpose.ROUND
         outer = self.load_outer() if is_round else self._zero()
         return Launch(
@@ -351,7 +351,7 @@ class FragmentState:
             outer=outer,
             gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
             buffers=self.buffers.snapshot(),
-            # What changed elsewhere, groups that hold outer buffers of their own do not know.
+            # Groups with their own outer buffers do not know what changed elsewhere.
             travelling=self.buffers.travelling(not is_round or not self.shares),
             requests=requests,
             weight=self.weight,
@@ -360,7 +360,7 @@ class FragmentState:
         )
 
     def gradient_launch(self, step: int, deadline: float, trains: bool, requests: int) -> Launch:
-        """Reads what a flight takes along for the mean of the gradients, and changes nothing."""
+        """Reads what a flight carries for the mean of the gradients, and changes nothing."""
         zeros = self._zero().new_zeros(self.layout.length)
         gradient = self.layout.negated_gradients(zeros) if trains else zeros
         weight, purpose = int(trains), Purpose.GRADIENT
@@ -370,7 +370,7 @@ class FragmentState:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
         alike, rounds = list[Tensor](), 0
         if launch.leg and self.anchor is not None:
-            # Partners hold outer parameters of their own, and take them apart by what they share.
+            # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
         elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
             buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]

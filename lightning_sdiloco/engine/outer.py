@@ -24,7 +24,7 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
-# optimizer makes meanwhile; so many that the calls cost nothing. Stretches begin where a vector unit would begin too.
+# optimizer makes meanwhile; enough that the calls cost nothing. Stretches begin where a vector unit would begin too.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
@@ -52,7 +52,7 @@ class OuterStorage:
         self.device = device
 
     def store(self, values: Tensor) -> Tensor:
-        """Stores a tensor to which nobody writes from here on. May wait for the device."""
+        """Stores a tensor that is not written to from here on. May wait for the device."""
         return values
 
     def store_copy(self, values: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class OnHost(OuterStorage):
 
     @override
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Copies on a stream of its own, into memory of the stream that asked for it."""
+        """Copies on its own stream, into memory of the stream that asked for it."""
         module, copies = torch.get_device_module(self.device), self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
         # What had this memory before may still be at work in the stream that asks.
@@ -103,7 +103,7 @@ class OnHost(OuterStorage):
             values.copy_(stored, non_blocking=True)
             done = module.Event()
             done.record(copies)
-        # If nobody takes it, its memory must not go to another tensor before the copy is done.
+        # If it is not taken, its memory must not go to another tensor before the copy is done.
         values.record_stream(copies)
 
         def taken() -> Tensor:
@@ -355,7 +355,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 Groups = list[dict[str, Any]]
 
-# Schedules are compared by what they do in so many rounds.
+# Schedules are compared by what they do in this many rounds.
 _COMPARED = 1000
 _SHOWN = 4
 

@@ -1,6 +1,6 @@
 """Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an inner step.
 
-`Rounds` is the loop for worker groups that are launched together. A federation, from above, has one of its own behind
+`Rounds` is the loop for worker groups that are launched together. A federation, from above, has its own behind
 the same methods, `Loop`: what is due there, records say.
 
 [Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does the end of training.
@@ -48,11 +48,11 @@ _KEPT_BYTES = 12
 
 
 class Loop(Protocol):
-    """What happens after an inner step, with all who train together; the methods are those of `Rounds`.
+    """What happens after an inner step, with all that train together; it has the methods of `Rounds`.
 
     Attributes:
         requested: What ranks ask of each other with this inner step, where that needs no launch.
-        is_over: Whether nobody trains any more.
+        is_over: Whether training has ended everywhere.
     """
 
     @property
@@ -94,7 +94,7 @@ class Federated(Protocol):
 
 
 class Rounds:
-    """Launches and lands the fragments of a model in all worker groups alike; nobody asks anybody what is due."""
+    """Launches and lands the fragments of a model in all worker groups alike, without asking each other what is due."""
 
     requested, is_over = 0, False
 
@@ -108,7 +108,7 @@ class Rounds:
     ) -> None:
         self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
-        # What this rank tells all groups with the next launch. Signal handlers may request something at any moment.
+        # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
         self._sharded = sharded_modules(model)
@@ -142,7 +142,7 @@ class Rounds:
         self.began_at = step
         # What the rounds before have in flight arrives, and lands nowhere.
         self.flights: list[Flight] = []
-        # The warm-up is that of the run: rounds that begin anew have what is left of it.
+        # The warm-up belongs to the run: rounds that restart have what is left of it.
         left = max(0, self.settings.warmup_steps - step)
         settings = self.settings
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
@@ -263,7 +263,7 @@ class Rounds:
             return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
 
     def recover(self, landed: int) -> None:
-        """Takes the outer values wherever those of this group are not finite, after a landing. In-group collective."""
+        """Takes the outer values wherever this group's are not finite, after a landing. In-group collective."""
         self.reshard()
         in_group, optimizers = self._topology.in_group, self.inner_optimizers
 

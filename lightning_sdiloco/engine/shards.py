@@ -362,7 +362,7 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
-        """Returns the numbers of values in the shards of a group of so many ranks."""
+        """Returns the numbers of values in the shards of a group of ``ranks`` ranks."""
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
@@ -627,5 +627,5 @@ def digest(values: Tensor, start: int = 0) -> int:
 
 @cache
 def _odd_numbers() -> Tensor:
-    """Returns the weights of a chunk on a CPU: those of every chunk."""
+    """Returns the weights of a chunk on a CPU, the same for every chunk."""
     return torch.arange(1, _CHUNK, 2, device="cpu")

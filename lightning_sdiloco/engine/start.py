@@ -1,7 +1,7 @@
-"""What an engine does before its first step, and before rounds begin anew.
+"""What an engine does before its first step, and before rounds restart.
 
 It finds its place among the ranks, makes sure that all start from the same settings and model, and cuts the model into
-fragments. Outer state outlives these by name: when a model is cut anew, or an earlier run is taken up.
+fragments. Outer state outlives these by name: when a model is cut again, or an earlier run is resumed.
 """
 
 import logging
@@ -249,7 +249,7 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
 @cache
 def rounding() -> str:
     """Returns what this processor makes of known values, in what has to give the same bits in all groups."""
-    # No random numbers: those of torch differ between processors.
+    # No random numbers: torch's differ between processors.
     known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = known.view(3, -1).clone().unbind()
     codec, mean = FP4(), torch.empty_like(gradient)
@@ -259,7 +259,7 @@ def rounding() -> str:
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
-    """Refuses a model that is trained by other ranks than those of its worker group."""
+    """Refuses a model that ranks outside its worker group train, too."""
     for name, parameter in model.named_parameters():
         if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
             raise ValueError(
@@ -347,7 +347,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
     return differences
 
 
-# Rounds that begin anew
+# Rounds that restart
 
 
 class NamedOuter(NamedTuple):
@@ -384,7 +384,7 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
 
 @torch.no_grad()
 def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
-    """Prepares a model for being cut anew: what was frozen takes its outer value, new that of group 0."""
+    """Prepares a model for a new cut: frozen parameters take their outer value, new ones group 0's."""
     now = trainable(model)
     frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
     for fragment in fragments:
@@ -398,7 +398,7 @@ def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: Named
 def cut_again(
     model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it."""
+    """Cuts a model again after parameters were frozen or became trainable. All ranks must call it."""
     if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
         raise ValueError(
             "Parameters were frozen or became trainable since training began. FSDP2 cannot follow: new ones would not"

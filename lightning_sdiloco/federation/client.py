@@ -50,7 +50,7 @@ _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time th
 _STUCK = 4
 _THREADS = 128
 
-# How the way to a hub is measured: with pings, so many at a time on a connection and bytes in each, until it is busy.
+# How the way to a hub is measured: with pings, this many at a time on a connection and bytes in each, until it is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
@@ -166,7 +166,7 @@ class HubClient:
         return blobs
 
     def events(self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict) -> Iterator[Event]:
-        """Yields what the hub tells, of its own accord and for as long as the client is not closed."""
+        """Yields what the hub sends unasked, for as long as the client is not closed."""
         broken, self._listening = 0, True
         try:
             while not self._closed.is_set():
@@ -182,7 +182,7 @@ class HubClient:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return
-                # What waits for it ends at once, and connections are made anew; a hub that lacks something is there.
+                # What waits for it ends at once, and connections are made again; a hub that lacks something is there.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
@@ -191,7 +191,7 @@ class HubClient:
                 broken = min(broken + 1, 10)
         finally:
             self._listening = False
-            # Nobody would notice that it is back.
+            # Its return would go unnoticed.
             self.away = None
 
     def round_trip(self) -> float:
@@ -266,7 +266,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before another try, or until something is over; tells whether there is another try."""
+        """Waits before another try, or until something is over; returns whether there is another try."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 

@@ -40,7 +40,7 @@ Said = TypeVar("Said", bound="Message")
 
 
 class Message:
-    """Writes and reads itself: the base of all dataclasses that have a text of their own."""
+    """Writes and reads itself: the base of all dataclasses with their own text."""
 
     most_bytes: ClassVar[int] = 128 << 10  # of its text: a message names payloads, it does not hold them
     sealed: ClassVar[bool] = False  # whether the text holds its own key, so that no bit of it changes unseen

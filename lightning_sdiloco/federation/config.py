@@ -124,7 +124,7 @@ class Federation:
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-        """Connects a rank of the site, of so many, to the hub; all have the same incarnation."""
+        """Connects one of a site's ``ranks`` to the hub; all have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
             self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, incarnation=incarnation

@@ -1,4 +1,4 @@
-"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, and then tells the sites.
+"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, then informs the sites.
 
 What arrives comes with a `Peer`, whose right to call has been looked at before.
 
@@ -58,7 +58,7 @@ _AGAIN = 1.0  # seconds after which something is tried again that did not succee
 _TIDY_EVERY = 60.0
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
-_PATIENCE = 60.0  # seconds after which somebody else is asked for a state that the first one has not begun to send
+_PATIENCE = 60.0  # seconds after which another site is asked for a state that the first has not begun to send
 _SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 
@@ -300,7 +300,7 @@ class Coordinator:
             raise Missing("a site must send its run config before it says hello.") from None
 
     def _ask_founder(self) -> str:
-        """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
+        """Asks a site for the state at round 0, if there are enough; returns what is waited for."""
         if self._founding.missing:
             return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
         if self._founding.again:
@@ -461,7 +461,7 @@ class Coordinator:
 
         assert self.run_config is not None, "the run has been founded"
         if [payload.size for payload in own.payloads] != sizes_of(own, *self.run_config.numels(own.fragment), code):
-            raise Refused(f"payloads of {own.site} have other sizes than those of fragment {own.fragment}")
+            raise Refused(f"payloads of {own.site} do not have the sizes of fragment {own.fragment}")
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         site = peer.name
@@ -579,7 +579,7 @@ class Coordinator:
         self._snapshots[name] = snapshot
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks somebody else where a donor does not answer, or has gone, or gives no heartbeat."""
+        """Asks another site if a donor does not answer, or has gone, or sends no heartbeat."""
         ledger, now, founds = self._ledger, self._clock(), False
         silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
         for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
@@ -607,7 +607,7 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Ends the run, and tells all for which rounds to launch; see [Note: the last round]."""
+        """Ends the run, and announces the rounds to launch for; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
             self.journal.note({"ending": b"1"})
@@ -617,7 +617,7 @@ class Coordinator:
         self._wake()
 
     def amend(self, changes: Any) -> Terms:
-        """Amends the terms of the run, durably, and tells all sites."""
+        """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
             ledger, known = self.ledger, {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()}
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
@@ -799,7 +799,7 @@ class Coordinator:
         return str(error)
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
-        """Makes a record durable, and then tells it."""
+        """Makes a record durable, then announces it."""
         gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         self.journal.append(record.seq, record.to_bytes(), gone | dict(notes or {}))
         self.ledger.append(self._indexed(record))

@@ -1,6 +1,6 @@
 """The follower: a site's side of the rules. When it launches and lands, and what becomes of its own training.
 
-It touches no tensor. Whoever owns it, the engine, tells it the digests of the outer parameters, and does to the values
+It touches no tensor. Its owner, the engine, gives it the digests of the outer parameters, and does to the values
 what a `MergeAction` says.
 
 [Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps, and samples as the
@@ -187,7 +187,7 @@ class Progress:
             return self.late if flight and not self.dropped else MergeAction.CARRY
         if flight and flight.own == mine:
             return MergeAction.MIX
-        # Else what an earlier incarnation had counted is in the local parameters, and cannot be told from the rest.
+        # Else what an earlier incarnation had counted is in the local parameters, inseparable from the rest.
         holds = self.steps > 0 or self.flight is not None
         return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
 
@@ -215,7 +215,7 @@ class Progress:
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
-                # Nobody knows whether it counted an earlier incarnation. It must not count twice.
+                # It is unknown whether an earlier incarnation counted. It must not count twice.
                 return MergeAction.TAKE
             found.add(self.landing(record, site))
         return next(
@@ -225,7 +225,7 @@ class Progress:
 
 _SAVED = "applied", "launched_at", "digest", "steps", "samples", "ended", "dropped", "too_long", "apart", "flight"
 
-# A site whose contributions are too long so many times in a row will not recover.
+# A site whose contributions are too long this many times in a row will not recover.
 _MOST_TOO_LONG = 3
 
 

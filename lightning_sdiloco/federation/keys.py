@@ -273,13 +273,13 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
 
 # Who asks a hub
 
-MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; what is not here, nobody may
+MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; a call that is not here is refused
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
     **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})),
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere.
+# Calls that speak for no incarnation of a site: the keys of one that trains may be used for them elsewhere.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 

@@ -1,13 +1,13 @@
 """The ledger: who is there, what was contributed, and which rounds close. Time comes in, records go out.
 
-[Note: durable before visible] The ledger does no input or output. Whoever owns it, the hub, asks first (`examine`,
+[Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first (`examine`,
 `due`: neither changes anything), makes durable what is to be, says that it is (`contribute`, `append`), and only then
 tells anybody, of the `calls` too. No other call comes between ``due`` and the last ``append``.
 
 [Note: the last round] What comes of a last round replaces the parameters of all sites, and no later round makes up for
 what rounding loses of it: it takes what was sent in float32 alone. By the run config all know the last round when they
 launch. An operator ends a run at any time, and then something may be open, or on its way, that was not: its round
-closes as any other, with an outer step, and the next one is called as the last, though nobody has launched for it.
+closes as any other, with an outer step, and the next one is called as the last, though no site has launched for it.
 """
 
 import math
@@ -65,7 +65,7 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> bool:
-        """Forgets a site; tells whether it was there."""
+        """Forgets a site; returns whether it was there."""
         self._proposed.pop(site, None)
         self._founder = None if site == self._founder else self._founder
         return self._brought.pop(site, None) is not None
@@ -91,7 +91,7 @@ class Founding:
 
     @property
     def founder(self) -> str:
-        """The site whose outer parameters are those of round 0: the first by name, whoever comes later."""
+        """The site that brings the outer parameters of round 0: the first by name."""
         self._founder = self._founder or min(self._brought)
         return self._founder
 
@@ -239,7 +239,7 @@ class Ledger:
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 
     def contribute(self, own: Contribution, incarnation: str, now: float) -> Answer:
-        """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`."""
+        """Takes a contribution that is durable; with `OPEN` as the answer, all sites get the `call`."""
         answer = self.examine(own, incarnation)
         if answer is Answer.OPEN:
             self._take(own, now, now)
@@ -312,7 +312,7 @@ class Ledger:
 
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         if self._call(fragment).final:
-            # Nobody can count later, so everybody who is alive is waited for.
+            # No site can count later, so all that are alive are waited for.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         return self.quorum.closes(round.arrived, awaited, now) or now >= min(round.arrived.values()) + self.terms.grace
@@ -481,7 +481,7 @@ class Timings:
             self.arrives(own, now, opened)
 
     def closes(self, record: Record, opened: float | None) -> None:
-        """Hears that a record has told what it tells."""
+        """Marks a record as reported."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
         self.untold.pop(fragment, None)

@@ -68,7 +68,7 @@ def averaged(
     Args:
         record: Whose contributions count, and in which order they are added up.
         get: Returns a payload.
-        numel: Values of the fragment; values of its buffers stand behind those of the first payload of each site.
+        numel: Values of the fragment; its buffers follow the values of each site's first payload.
         buffers: Values of its buffers.
         code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
         residual: What was left out of the mean before.

@@ -6,7 +6,7 @@ key per fragment says all that there is to say about the history of a site. The 
 all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
-`FederatedWorld` is that loop. The network has threads of its own. They see of the follower only what
+`FederatedWorld` is that loop. The network has its own threads. They see of the follower only what
 `HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that breaks is made again, hello is
 said again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard
 twice; the follower knows what to do then.
@@ -47,7 +47,7 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Names a contribution among those of one site to one fragment: an incarnation launches once for a round."""
+    """Identifies a contribution of a site to a fragment: an incarnation launches once for a round."""
 
     round: Positive
     incarnation: Incarnation
@@ -77,7 +77,7 @@ class Contribution(Message):
 
     @property
     def launch(self) -> LaunchId:
-        """Names it among those of its site and fragment."""
+        """Identifies it within its site and fragment."""
         return LaunchId(self.round, self.incarnation)
 
     @property
@@ -88,7 +88,7 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
-    """Tells why a contribution does not count; one that is too long is so many ``times`` as long as usual."""
+    """Why a contribution does not count; one that is too long is ``times`` times as long as usual."""
 
     site: Name
     reason: Literal["not finite", "no samples", "other outer parameters", "too long"]
@@ -171,7 +171,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round: somebody has launched for it, or it is the last."""
+    """Calls a round: a site has launched for it, or it is the last."""
 
     fragment: Index
     round: Positive
@@ -233,7 +233,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """Somebody has launched for a round, or it is the last."""
+    """A site has launched for a round, or it is the last."""
 
     call: Call
     own: Contribution | None = None

@@ -60,7 +60,7 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
 
 
 class HubConnection:
-    """A rank's connection to a hub, with threads of its own. What it is told waits until training hears it."""
+    """A rank's connection to a hub, with its own threads. Its events wait until training reads them."""
 
     def __init__(self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0) -> None:
         self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
@@ -329,7 +329,7 @@ class HubConnection:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            # What an earlier connection told is told again, or did not happen in a run that was founded again.
+            # Events of an earlier connection come again, or did not happen in a run that was founded again.
             if self._rank or record.key in self._coming:
                 self._coming.discard(record.key)
                 self._close(record, blobs)
@@ -364,7 +364,7 @@ class HubConnection:
                 here |= self._insistently(lambda: self._client.get_small(small))
             return {one.key: futures[one.key].result() if one.key in futures else here[one.key] for one in payloads}
         except (HubUnreachable, CancelledError):
-            # It is told again on the next connection.
+            # It comes again on the next connection.
             raise
         except Exception as error:
             log.warning("a payload is not available: %s", error)
@@ -374,7 +374,7 @@ class HubConnection:
         return self._pools[pool].submit(self._insistently, lambda: self._client.get(payload.key, payload.size))
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Fetches again where a connection broke; what is told again on a new one is fetched again."""
+        """Fetches again where a connection broke; what comes again on a new one is fetched again."""
         tries = 0
         while True:
             try:
@@ -416,7 +416,7 @@ class HubConnection:
             case Welcomed():
                 with self._changed:
                     self._let_in, self._asking, self._ask_at = True, False, float("-inf")
-                    # What waits is told again.
+                    # What waits comes again.
                     self._kept = said.welcome.kept
                     self._waiting.clear()
                     outstanding = [own for own, _ in self._outbox.values()]

@@ -1,4 +1,4 @@
-"""The run config: what a run was founded on. Who brings another one is refused, and told what differs."""
+"""The run config: what a run was founded on. A site with another one is refused, with the list of differences."""
 
 import math
 import re
@@ -89,7 +89,7 @@ class Terms:
 
 AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")  # terms that an operator may amend while a run goes on
 
-# Those of a fragment in the order of their values: names, and what describes shape and dtype.
+# A fragment's parameters in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 
@@ -115,7 +115,7 @@ class RunConfig(Message):
 
     @cached_property
     def key(self) -> str:
-        """The key by which run configs are told apart; the first record of every fragment names it."""
+        """The key that identifies a run config; the first record of every fragment names it."""
         return key_of(self.to_bytes())
 
     @cached_property

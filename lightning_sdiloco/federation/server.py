@@ -54,12 +54,12 @@ from lightning_sdiloco.federation.wire import (
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 512  # that are served at the same time; a site makes one for each of its connections, and one that stays
-_FOR_OPERATORS = 32  # further ones, so that there is room for them whoever else calls
+_FOR_OPERATORS = 32  # further ones, so that there is always room for them
 _MOST_OF_ONE = {"site": 256}  # calls that one certificate may have open; others fewer
 _MOST_OF_OTHERS = 32
 _SILENT = 10.0  # seconds within which a call says who makes it
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-MAX_EVENTS = 1024  # that wait for somebody who does not read them; with one more it is sent away, and begins anew
+MAX_EVENTS = 1024  # that wait for a peer that does not read them; with one more it is sent away, and must start again
 MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
 _GIVEN_UP = 600.0  # seconds without a connection after which what has arrived of a blob is dropped
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
@@ -88,7 +88,7 @@ class Session:
             self._waiting.put(error)
 
     def events(self, first: Iterable[Event], heartbeat: float) -> Iterator[Event]:
-        """Yields what is to be told, and a heartbeat where there is nothing."""
+        """Yields waiting events, and a heartbeat if there are none."""
         yield from first
         while True:
             try:
@@ -103,7 +103,7 @@ class Session:
 
 
 class Door:
-    """Lets a call in before anything of it is read: so many of each certificate, and none that stays silent."""
+    """Lets a call in before anything of it is read: a limited number per certificate, none that stays silent."""
 
     def __init__(self) -> None:
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -152,7 +152,7 @@ class Door:
 
 
 class Hub:
-    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise."""
+    """Serves sites over gRPC, with TLS and certificates at both ends by default."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class Hub:
         health, self._messages = extra("grpc_health.v1.health"), extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # It says its status to whoever TLS lets in, without a header. `Watch` would hold a thread for each caller.
+        # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
@@ -407,7 +407,7 @@ class Hub:
                     raise
                 codes = extra("grpc").StatusCode
                 if isinstance(error, Failure):
-                    # A line each, whatever a stranger has put into what he sent. Somebody has to make room.
+                    # A line each, whatever a stranger has sent. The operator has to make room.
                     why = " ".join(str(error).split())
                     log.log(
                         logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), why
@@ -485,7 +485,7 @@ class HubService(Hub):
             if thread.ident is not None:
                 thread.join()
         super().close(grace)
-        # What is still being answered tells nobody.
+        # What is still being answered informs no site.
         self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
 

@@ -4,7 +4,7 @@ The training thread owns the follower and talks to the connection; see [Note: ho
 and averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
 there, except where the follower says so.
 
-[Note: one site, many followers] Every rank has a follower of its own. The first rank speaks with the hub for all, each
+[Note: one site, many followers] Every rank has its own follower. The first rank speaks with the hub for all, each
 rank moves its own payloads, and all hear the same events, of the same time, after the same inner step. So all decide
 the same, and nothing has to be agreed on but what is heard. A record is heard when every rank has what it needs of its
 payloads.
@@ -114,7 +114,7 @@ class SharedConnection:
             if not isinstance(one, Recorded):
                 told.append(one)
             elif one.record.key not in self._coming:
-                # It is told when all ranks have what they need of it.
+                # It is handed out once all ranks have what they need of it.
                 self._coming[one.record.key] = one.record, set()
                 if not self._leads:
                     self.own.fetch(one.record)
@@ -236,7 +236,7 @@ class FederatedWorld:
             began, fragment = time.perf_counter(), self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
-            # Nobody tells a site in advance which buffers others have changed, so all of them travel.
+            # A site cannot know in advance which buffers others have changed, so all of them travel.
             launch = launch._replace(
                 travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
             )
@@ -289,7 +289,7 @@ class FederatedWorld:
         yield from self._end(step, lambda: True)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same, and waits for the hub as long as for a landing: who is told to end has little time."""
+        """Does the same, and waits for the hub as long as for a landing: a site that must end has little time."""
         until = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < until)
 
@@ -305,7 +305,7 @@ class FederatedWorld:
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Does nothing: a site that ends takes no mean of its own, and the others go on."""
+        """Does nothing: a site that ends takes no final mean, and the others continue."""
         return iter(())
 
     def close(self) -> None:
@@ -485,7 +485,7 @@ class FederatedWorld:
         return requests
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Hears what the hub has. One that has less, or something else, counts as gone: somebody may bring it back."""
+        """Hears what the hub has. One that has less, or something else, counts as gone: it may come back."""
         try:
             self._begin_again(self.follower.welcome(welcome))
         except AgreementError as error:

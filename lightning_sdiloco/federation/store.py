@@ -41,7 +41,7 @@ _TABLES = """
 """
 
 
-MEMORY = ":memory:"  # in place of a path: a ledger that nobody needs later
+MEMORY = ":memory:"  # instead of a path: a ledger that is not needed later
 
 
 class LedgerError(HubError):
@@ -79,7 +79,7 @@ class SQLiteLedger:
             raise self._unusable("another process has it open" if in_use else str(error)) from error
 
     def _check_head(self) -> None:
-        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
+        # SQLite itself would take a file that is too short for an empty one, and write to a file that is not its own.
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
@@ -143,7 +143,7 @@ class SQLiteLedger:
             with _telling_full_disks(path.parent), contextlib.closing(sqlite3.connect(new)) as copy:
                 with self._lock:
                     self._database.backup(copy)
-                # A copy of its own, without a journal beside it.
+                # A separate copy, without a journal beside it.
                 copy.execute("pragma journal_mode = delete").fetchall()
             new.chmod(0o600)
             with new.open("rb+") as file:
@@ -369,13 +369,13 @@ class Upload:
         with _telling_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another gives up.
             self._file = open(self._path, "xb+", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
-        # A disk that is too small says so now; what nobody has sent takes no room.
+        # A disk that is too small says so now; what was not sent takes no room.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
             raise NoSpace(f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored.")
 
     def take(self, start: int, data: Bytes) -> bool:
-        """Writes a piece that has arrived; tells whether all of the blob is there."""
+        """Writes a piece that has arrived; returns whether all of the blob is there."""
         end = start + len(data)
         if not data or end > self.size:
             raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes.")
@@ -402,7 +402,7 @@ class Upload:
         return lacking(self._there, self.size)
 
     def commit(self) -> None:
-        """Gives the blob its name, once all of it is there and on the disk. Nobody could see it before."""
+        """Gives the blob its name, once all of it is there and on the disk. It was invisible before."""
         with self._committing, self.discarded_on_error(), _telling_full_disks(self._store.spool):
             if self._committed:
                 return

@@ -31,7 +31,7 @@ class Denied(Refused):
 
 
 class Busy(HubError):
-    """What was asked cannot be had now, since somebody else has it. To ask again may help."""
+    """What was asked is in use elsewhere. Asking again may help."""
 
 
 class NoSpace(HubError):
@@ -129,7 +129,7 @@ _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE),
     # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    # It would make the window as large as the link can fill, and whoever writes more slowly would hold that much.
+    # It would make the window as large as the link can fill, and a slower writer would hold that much.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
@@ -137,7 +137,7 @@ _PING_MS = 10_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
-    # Connections of their own; otherwise gRPC joins channels to the same address.
+    # Their own connections; otherwise gRPC joins channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     # Also the time that a connection may take to be made: with less, a site far away never connects.

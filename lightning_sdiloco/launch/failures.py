@@ -21,7 +21,7 @@ _SECONDS = 3.0
 # How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0 itself ends.
 _READING_SECONDS = 2.0
 
-# All ranks of a program run the same fits one after the other; each fit has an entry of its own.
+# All ranks of a program run the same fits one after the other; each fit has its own entry.
 _runs = itertools.count()
 
 

@@ -110,7 +110,7 @@ def _chosen(variable: str) -> tuple[str, str]:
 # How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# How many are tried at once. A rank that reaches nobody needs SECONDS for each batch of this many other ranks.
+# How many are tried at once. A rank that reaches no other needs SECONDS for each batch of this many other ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -126,7 +126,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses on which a rank listens, as it tells the others."""
+    """The addresses on which a rank listens, as it announces them."""
 
     host: str
     group: int
@@ -137,7 +137,7 @@ class Endpoints(NamedTuple):
 
 
 class Listener(ThreadingTCPServer):
-    """Listens on an address and answers every connection, in a thread of its own."""
+    """Listens on an address and answers every connection, in its own thread."""
 
     daemon_threads, request_queue_size = True, _CONNECTIONS
 

@@ -3,7 +3,7 @@
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
 are not, or a loader ends before the length that it announced, a group without data follows the others with idle
 batches: Lightning gets None, which it takes for a batch without training. They count as inner steps and as global steps
-like those of the group that trains in them. The group asks for the end of the epoch with its next launch; the batch in
+like a training group's. The group asks for the end of the epoch with its next launch; the batch in
 which that lands is the last in all groups. Where the data of all has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not stop them. So every
@@ -76,7 +76,7 @@ class Epochs:
         self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
 
         def saved_state(states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            # With that of its loaders as if nobody had looked ahead.
+            # With that of its loaders as if they had not been read ahead.
             loaders = self._loaders if loop._data_fetcher is self else None
             return states() if loaders is None else {**states(), _LOADERS: loaders}
 
@@ -135,7 +135,7 @@ class Epochs:
         self._told.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _hear(self) -> list[list[int]]:
-        """Returns what all groups told in the meeting that was posted first."""
+        """Returns what all groups said in the meeting that was posted first."""
         topology, timeout = self.fit.groups.topology, self.fit.options.settings.timeout
         try:
             deadline = time.monotonic() + timeout.total_seconds()

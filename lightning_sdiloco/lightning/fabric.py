@@ -142,7 +142,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def setup_module(self, module: nn.Module) -> Any:
         if self.engine is not None and self.engine.is_finished:
-            # Whoever sets up a model after the end begins to train anew.
+            # Setting up a model after the end starts a new training.
             self._nets, self._inner_optimizers = [], []
             self.results.engine = None
         for name, part in module.named_modules():

@@ -151,7 +151,7 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # What is left to the planner is told once it has chosen.
+        # What is left to the planner is announced once it has chosen.
         if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto:
             if (steps := self._known_steps) < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
@@ -169,7 +169,7 @@ class Fit(FitState):
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
 
     def recut(self) -> bool:
-        """Cuts the model anew where an epoch begins with other trainable parameters."""
+        """Cuts the model again if an epoch begins with other trainable parameters."""
         begins, self._epoch_begins = self._epoch_begins, False
         engine = self.engine
         if not begins or engine is None or not engine.has_other_parameters():
@@ -254,7 +254,7 @@ class Fit(FitState):
         return landings
 
     def _judge_warmup(self, engine: StreamingDiLoCo) -> None:
-        """Ends a warm-up that nobody asked for where the link is too slow: where steps take twice as long and more."""
+        """Ends a warm-up that was chosen automatically if the link is too slow: if steps take twice as long or more."""
         now = time.monotonic(), engine.report()["exposed_wait_s"]
         if engine.inner_steps == FIRST:
             self._warmup_since = now

@@ -93,7 +93,7 @@ class Requests:
 
 
 class FitState:
-    """A fit as its parts see it. Every fit has an object of its own, so nothing is reset."""
+    """A fit as its parts see it. Every fit has its own object, so nothing is reset."""
 
     trainer: Any
     options: Options

@@ -234,7 +234,7 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
 
 
 class BatchWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch, where nobody replaces them.
+    """Warns once if user code issues collectives over all ranks in batch after batch, where they are not replaced.
 
     [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
     model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.

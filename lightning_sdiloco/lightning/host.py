@@ -6,7 +6,7 @@ fit begins, so that no promise ends without a word, and `wrap` replaces nothing 
 compares the register with the source; another misses one at each place.
 
 [Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with `isinstance`: there
-are two distributions, each with classes of its own; one of them may not be installed, and older versions lack some.
+are two distributions, each with its own classes; one of them may not be installed, and older versions lack some.
 """
 
 import importlib
@@ -75,7 +75,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "trainer.validate_loop": ("run",),
     "trainer.test_loop": ("run",),
     "trainer.predict_loop": ("run",),
-    # A resumed epoch has the metrics of its first batches; one that is computed in a batch waits for nobody.
+    # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not wait.
     "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
     _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
     f"{_RESULT}._Sync": ("_should",),

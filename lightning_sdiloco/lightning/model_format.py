@@ -4,7 +4,7 @@ All that depends on this stands here: the arguments of Lightning's strategy, the
 and how model and inner optimizers go into checkpoints and come back.
 
 [Note: sharded folders] Only the first worker group writes: all groups hold the same outer model, and its inner
-optimizers are those of rank 0. The folder is written beside its final place, and moved there when it is complete.
+optimizers come from rank 0. The folder is written beside its final place, and moved there when it is complete.
 """
 
 import inspect
@@ -44,7 +44,7 @@ Load = Callable[..., Checkpoint]
 # What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(
     ("module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method")
-    # It would average parameters over all ranks every so many steps.
+    # It would average parameters over all ranks every few steps.
     + ("model_averaging_period",)
 )
 
@@ -390,7 +390,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Stands in the place of what averages gradients, for those who tell it about a backward pass of their own."""
+    """Stands in the place of what averages gradients, for code that announces its own backward pass to it."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -400,7 +400,7 @@ class _NoReducer:
         return False
 
 
-# Three ranks and more add gradients in the order of their buckets, which torch lays out anew after the first step.
+# Three ranks and more add gradients in the order of their buckets, which torch lays out again after the first step.
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:

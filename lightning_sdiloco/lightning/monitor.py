@@ -3,7 +3,7 @@
 Nothing here changes training, waits for another rank, or sends anything between groups. What the callback wrote is read
 as a `Run`, of which a trace for Chrome or Perfetto is made.
 
-[Note: clocks] Every rank writes times by its own clock, and those of hosts differ. But a flight ends on no rank before
+[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends on no rank before
 all groups that count in it have launched it. So each flight bounds from both sides how far a clock can be ahead of that
 of rank 0. A clock that can be right is left as it is; another one is set to the middle of what the bounds allow.
 """
@@ -69,7 +69,7 @@ SUMMED = tuple(
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns what is logged of a landing. What cannot be told is left out."""
+    """Returns what is logged of a landing. What is unknown is left out."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -305,7 +305,7 @@ class StreamingDiLoCoMonitorMixin:
     # What is recorded
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
-        """Records landings, which a fit hands over; ``final`` are those of the exchange at its end."""
+        """Records landings, which a fit hands over; ``final``: they belong to the exchange at its end."""
         for landing in landings if self._file is not None else ():
             rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
             told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
@@ -401,7 +401,7 @@ def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
 Line = dict[str, Any]
 Event = dict[str, Any]
 
-_TRAINING = 0  # the row of the trace; those of fragments follow
+_TRAINING = 0  # the row of the trace; the fragments' rows follow
 _IN_BACKGROUND = ("encode", "transfer", "decode", "relay", "outer_step")
 
 
@@ -625,10 +625,10 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
 ENOUGH_ROUNDS = 10
 """With fewer rounds in a fit there is a warning."""
 
-# The first inner steps are slow for reasons of their own.
+# The first inner steps are slow for other reasons.
 _FIRST, _LAST = 3, 10
 
-# A signal that waits for longer is told of, with so many seconds more for saving.
+# A signal that waits for longer gets a warning, with this many seconds more for saving.
 _LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
 
 

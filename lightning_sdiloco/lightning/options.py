@@ -33,7 +33,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
 
-# The first inner steps are slow for reasons of their own. The median of a few more is enough.
+# The first inner steps are slow for other reasons. The median of a few more is enough.
 FIRST, STEPS = 3, 8
 
 # Stand in until the choice is made: no launch is due before that.
@@ -173,7 +173,7 @@ class Options:
 
     @property
     def restarts(self) -> bool:
-        """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
+        """Whether a resumed fit restarts the rounds, whatever the settings of its checkpoint."""
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ class Options:
         return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
-        """Chooses warm-up and outer step for a fit of so many inner steps, as far as no checkpoint has them.
+        """Chooses warm-up and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
 
         All ranks must call it. No warm-up begins in the midst of a run, and neither of the two depends on the length
         of a fit in a federation, whose sites are not asked.
@@ -195,7 +195,7 @@ class Options:
         self._choose_outer_step(topology.num_groups)
 
     def _choose_outer_step(self, num_groups: int) -> None:
-        """Chooses what of the outer step is left open where the number of rounds is known."""
+        """Chooses the open settings of the outer step, if the number of rounds is known."""
         if self.steps < math.inf and "sync_every" not in self.auto:
             rounds = (self.steps - self.settings.warmup_steps) // self.settings.sync_every
             self.settings = self.settings.chosen_for(num_groups, rounds)
@@ -312,7 +312,7 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """How long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
+        """How long messages of that size take: to all groups, or to one of them, with a byte to the others."""
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
         started = time.monotonic()

@@ -59,7 +59,7 @@ class Results:
 _SUMMARY = "summary.pt"
 _BYTES = ".bytes"
 
-# The exit code by which a shell tells that a process was terminated.
+# The exit code by which a shell reports that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
 # How long processes may take to end by themselves after Ctrl-C.

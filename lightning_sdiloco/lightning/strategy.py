@@ -1,6 +1,6 @@
 """The strategy without its base class: the one place that overrides methods of Lightning's strategies.
 
-Every distribution of Lightning has base classes of its own. A subclass of this class and of one of them adds its name
+Every distribution of Lightning has its own base classes. A subclass of this class and of one of them adds its name
 and no more; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `ConnectedGroups`
@@ -123,7 +123,7 @@ class GroupStrategy:
     summary: ClassVar[str] = ""
     model_format: ClassVar[type[WholeModel]]
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """How it calls some arguments; an empty text for those that it does not have."""
+    """Its names for some arguments; an empty text for missing ones."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -267,7 +267,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self._begin(model._trainer)
 
     def _begin(self, trainer: Any) -> None:
-        # Before callbacks are set up, because some then copy the model. Those of the model come later.
+        # Before callbacks are set up, because some then copy the model. The model's own come later.
         refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
@@ -289,7 +289,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """The number of ranks over which data is divided, and which of them this one is."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
-        # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
+        # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the same.
         topology, tensor = self.topology, self._format.mesh.get("tensor_parallel", 1)
         data = topology.group_size // tensor
         rank = topology.group_index * data + topology.group_rank // tensor
@@ -306,12 +306,12 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
         else:
             listen_without_fit(trainer, self._patches)
-            # Where a fit was interrupted, groups hold models of their own.
+            # If a fit was interrupted, groups hold their own models.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
             if self._format.is_sharded:
                 super().setup(trainer)
             else:
-                # As DDPStrategy does, which would overwrite all weights with those of rank 0.
+                # As DDPStrategy does, which would overwrite all weights with rank 0's.
                 assert self.accelerator is not None
                 assert self.model is not None
                 self.accelerator.setup(trainer)
@@ -323,7 +323,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        # First, so that our own refusals come before those of DistributedDataParallel.
+        # First, so that our own refusals come before DistributedDataParallel's.
         self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 

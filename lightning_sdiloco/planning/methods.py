@@ -26,7 +26,7 @@ _LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
 
-# Of so many rounds the last half is measured; by then every round takes as long as the one before.
+# Rounds to run, of which the last half is measured; by then every round takes as long as the one before.
 _ROUNDS = 8
 
 
@@ -478,7 +478,7 @@ class _Play:
 
     def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
         """Returns the same where links differ."""
-        # What its first message took, a group is told with the second one.
+        # A group learns with the second message what its first one took.
         busy, round_trip = self._busy[fragment][sum(self._flights) > 1], max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
         for group, one in zip(self._groups, busy, strict=True):

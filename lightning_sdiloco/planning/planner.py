@@ -127,7 +127,7 @@ class HubLoad(NamedTuple):
 
 
 def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
-    """Predicts what a federation sends through a hub of so many Gbit/s each way, and how often fragments may travel.
+    """Predicts what a federation sends through a hub, and how often fragments may travel.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)

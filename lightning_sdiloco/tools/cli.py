@@ -36,7 +36,7 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "simulate": ("simulate.command", ("simulate",)),
     "status": ("status", ("status",)),
 }
-"""The subcommands: the file of each, and its functions, of which those of other names are subcommands of it."""
+"""The subcommands: the file of each, and its functions; functions of other names are its own subcommands."""
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
 """The options that take class paths, or files with class paths."""

@@ -122,7 +122,7 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Builds the table, one row per setting, its bytes compared with those of DDP where that was trained too."""
+    """Builds the table, one row per setting, its bytes compared with DDP's if that was trained too."""
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "

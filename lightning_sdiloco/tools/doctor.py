@@ -1,4 +1,4 @@
-"""Runs ``sdiloco doctor``: started for every rank, it tells on rank 0 what is wrong between the machines.
+"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 what is wrong between the machines.
 
 With ``--hub`` it is started once, at a site, and looks at the way to a hub.
 """
@@ -55,7 +55,7 @@ PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
 # What changes how ranks talk to each other, or how fast they are.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "SDILOCO_EXCHANGE_INTERFACE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
 
-_UNEQUAL = 2.0  # a direction that is so many times slower than the other one has a reason
+_UNEQUAL = 2.0  # a direction that is this many times slower than the other one has a reason
 _LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
 _FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and what a Python process has open anyway
 _PINGS = 10
@@ -117,7 +117,7 @@ def _as_table(found: Sequence[Finding]) -> str:
     for finding in found:
         table.add_row(f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.check, finding.found, finding.fix)
     terminal, printed = sys.stdout.isatty(), io.StringIO()
-    # Logs of launchers have no width of their own.
+    # Logs of launchers have no width.
     Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False).print(table)
     return printed.getvalue().rstrip("\n")
 
@@ -142,7 +142,7 @@ class Examined(NamedTuple):
 
 
 def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: float) -> Examined | None:
-    """Looks at all ranks, which must call it together; only rank 0 is told what was seen."""
+    """Looks at all ranks, which must call it together; only rank 0 gets what was seen."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -224,7 +224,7 @@ def describe() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "tcp": {
             "congestion_control": tcp("tcp_congestion_control"),
-            # The largest size of a buffer in bytes; 0 where the system does not tell.
+            # The largest size of a buffer in bytes; 0 if the system does not say.
             "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
             "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
             "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",

@@ -209,7 +209,7 @@ STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent
 # Metrics
 
 
-_FRESH = 1.0  # seconds for which a status is told again, however often it is asked for
+_FRESH = 1.0  # seconds for which a status is reused, however often it is asked for
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "last_heartbeat": ("gauge", "last_heartbeat_seconds", "Seconds since the last heartbeat of a site."),
@@ -226,7 +226,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
 
 
 class MetricsServer:
-    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is.
+    """Answers all requests for metrics, in its own threads, without TLS or authentication.
 
     The status is asked for at most once a second. /healthz answers 200 while the hub serves, and else 503.
     """

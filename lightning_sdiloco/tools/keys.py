@@ -22,7 +22,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
 
     Args:
         folder: The folder of `sdiloco keys init`.
-        names: Names, such as those of sites.
+        names: Names of sites, operators or readers.
         role: What they may do: a site trains, an operator evicts and ends, a reader sees the status.
         days: For how many days they are valid.
     """

@@ -41,7 +41,7 @@ def report(
     place, read = records_in(run), read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
-    # The page scales pictures of its own, in SVG: glyphs and lines stay sharp.
+    # The page scales its pictures, in SVG: glyphs and lines stay sharp.
     embedded: dict[str, dict[str, bytes]] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> tuple[Causes, Link | None]:
-    """Returns what training waited for, and the link, if it can be told how fast it is.
+    """Returns what training waited for, and the link, if its speed is known.
 
     The time until the last group launched counts for that group, and the rest for the link or the own background.
     """
@@ -324,7 +324,7 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landed: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, as far as this rank can tell: in the transfer and the second hop."""
+    """Returns when a fragment was on the link, as far as this rank knows: in the transfer and the second hop."""
     hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
     return hops or [landed.spans["flight"]]
 
@@ -637,7 +637,7 @@ PICTURES: Mapping[str, Picture] = {
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
+    """Returns the pictures that show something of a run; one site knows nothing of how well all of them agree."""
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 

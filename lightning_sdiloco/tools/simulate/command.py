@@ -501,7 +501,7 @@ def _settings(run: Run) -> str:
 def _validations(run: Run) -> list[str]:
     if not run.validations:
         return []
-    # The last is told in any case.
+    # The last is shown in any case.
     every = -(-len(run.validations) // _MOST_VALIDATIONS)
     shown = list(islice(reversed(run.validations), None, None, every))[::-1]
     columns = {"after inner step": [validation.step for validation in shown]} | {

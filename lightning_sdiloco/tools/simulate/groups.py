@@ -59,7 +59,7 @@ else:
 
 
 class SimulatedRank(NamedTuple):
-    """The rank that a thread plays. It is a worker group of its own."""
+    """The rank that a thread plays. It is its own worker group."""
 
     topology: Topology
     clock: Callable[[], float]  # stands still while other groups run
@@ -376,7 +376,7 @@ class Configuration:
 
 
 def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
-    """Returns the arguments of the strategy of a simulated group or site: those of the files, with the choices."""
+    """Returns the strategy's arguments of a simulated group or site: from the files, with the choices."""
     strategy = trainer.strategy
     arguments: dict[str, Any] = {}
     if not isinstance(strategy, str) or strategy not in ("auto", *variants("streaming_diloco")):

@@ -34,7 +34,7 @@ class Places:
     memory_rate: float = 1e12
 
     def check(self, count: int, of: str) -> None:
-        """Refuses what does not suit so many worker groups or sites."""
+        """Refuses what does not suit the number of worker groups or sites."""
         require(count >= 1, of, count, "at least 1")
         require(self.step_time is None or self.step_time > 0, "step_time", self.step_time or 0.0, "positive")
         for name, each in (("speeds", self.speeds), ("delays", self.delays)):
@@ -89,7 +89,7 @@ def play_sites(
     choices: Mapping[str, Any],
     stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
-    """Runs a configuration as so many sites of a federation, in threads that take turns."""
+    """Runs a configuration as sites of a federation, in threads that take turns."""
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)

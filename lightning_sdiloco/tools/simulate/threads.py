@@ -34,7 +34,7 @@ def _restore(state: _State) -> None:
 
 
 class Turns(Generic[Result]):
-    """Runs functions in so many threads, of which only one runs at any time; see [Note: one thread at a time]."""
+    """Runs functions in threads, of which only one runs at any time; see [Note: one thread at a time]."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
