@@ -379,7 +379,7 @@ class Settings:
 
     @staticmethod
     def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        """Tells in which settings a checkpoint differs from a run, in a sentence for each."""
+        """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
         different = [name for name in now if saved.get(name) != now[name]]
         return [f"{name} was {saved.get(name)}, now it is {now[name]}" for name in different]
 

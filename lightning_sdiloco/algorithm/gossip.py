@@ -73,7 +73,7 @@ class Route(ABC):
 
 @dataclass(frozen=True)
 class Everyone(Route):
-    """Lets all groups exchange with all others, as is done without a route."""
+    """All groups exchange with all others, as without a route."""
 
     shared = True
 
@@ -235,7 +235,7 @@ class FastestPairs(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of groups that follow each other: pairs, the last of which has a third where one group is over."""
+    """Returns legs of groups that follow each other: pairs, and a third in the last if one group is left over."""
     starts = range(0, max(1, len(order) - 1), 2)
     return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
 

@@ -137,7 +137,7 @@ class AllReduce:
 
 
 class TwoShotAllReduce(AllReduce):
-    """Lets every group sum one part of the shard and send its mean, encoded again, to all others."""
+    """Every group sums one part of the shard and sends its mean, encoded again, to all others."""
 
     hops = 2
 
@@ -365,7 +365,7 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
         why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
         raise ValueError(
             f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean sent in the second"
-            " shot tells neither and does not fit into such a payload. Leave exchange out, or choose 'gather'."
+            " shot shows neither and does not fit into such a payload. Leave exchange out, or choose 'gather'."
         )
 
 

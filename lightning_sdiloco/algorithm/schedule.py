@@ -43,7 +43,7 @@ class Schedule:
     warmup_steps: int = 0
 
     def is_warmup(self, step: int) -> bool:
-        """Tells whether an inner step belongs to the warm-up."""
+        """Returns whether an inner step belongs to the warm-up."""
         return 1 <= step <= self.warmup_steps
 
     def offset(self, fragment: int) -> int:

@@ -215,7 +215,7 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
 def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
     """Returns how long an outer gradient usually is; 0 where that is not known.
 
-    It is the median of the last norms of the same, if there are four, or that of the others in the round, if there are
+    It is the median of its own last norms, if there are four, or of the others' in the round, if there are
     two: the longer one, where there are both.
 
     Args:
@@ -229,7 +229,7 @@ def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[floa
 
 
 def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
-    """Returns who is out, each with how many times as long as usual it is.
+    """Returns the outliers, each with how many times as long as usual it is.
 
     If all are that far off, the training has changed, and none is at fault.
 

@@ -155,7 +155,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the value of which `encode` made bytes; tensors are on the host."""
+    """Returns the value that `encode` turned into bytes; tensors are on the host."""
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     try:
         return _Buffers(memoryview(data)[end:]).value(json.loads(bytes(data[_HEAD:end])))
@@ -201,7 +201,7 @@ class _Buffers:
     def value(self, told: Any) -> Any:
         if not isinstance(told, list):
             if isinstance(told, dict):
-                raise ValueError("an object stands in the place of a value")
+                raise ValueError("an object stands where a value belongs")
             return told
         kind, *parts = told
         match kind:

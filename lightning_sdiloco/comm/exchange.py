@@ -324,7 +324,7 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceExchange(Exchange[_OnDevice]):
-    """Sends from the device of each group to that of each other group; the host only looks whether it is done.
+    """Sends from each group's device to each other group's; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
     Its process group is for it alone: the backend matches messages by the order in which ranks post them. Both hops
@@ -393,7 +393,7 @@ class DeviceExchange(Exchange[_OnDevice]):
         for work in works:
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    # The device may still read and write these: their memory must not become that of other tensors.
+                    # The device may still read and write these: other tensors must not get their memory.
                     self._given_up.append(posted)
                     # Otherwise the device is busy with them until torch ends the process. Aborting may take long, so
                     # nobody waits.

@@ -99,12 +99,12 @@ class Connection(NamedTuple):
         return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Lets it send that fast at most; None: as fast as its congestion control allows."""
+        """Limits its rate; None: as fast as its congestion control allows."""
         rate = struct.pack("@L", _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s)))
         self._with(lambda opened: opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate))
 
     def _with(self, act: Callable[[socket.socket], Any]) -> Any:
-        """Does something with the socket, which stays that of its owner."""
+        """Does something with the socket, which stays its owner's."""
         if os.fstat(self.descriptor).st_ino != self.inode:
             raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
         # Told what it is, Python does not ask the kernel.

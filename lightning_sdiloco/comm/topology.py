@@ -88,8 +88,8 @@ class SharedGloo:
     """Makes process groups that share a device, as gloo calls the thread and the address of its connections.
 
     gloo gives each process group a thread, which wakes up a hundred times a second whether or not anything travels:
-    with eight of them that is as much processor time as all flights of a large model. So they share that of the default
-    process group, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
+    with eight of them that is as much processor time as all flights of a large model. So they share the default group's
+    thread, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
     times as long, of two and four just as long. A connection still belongs to one process group, so no message
     waits behind one of another group.
     """

@@ -215,7 +215,7 @@ def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: 
     Args:
         parts: The outer gradients, in the order in which they are added up.
         like: A tensor of their shape and on their device.
-        senders: How many of them have each value, where its mean is that of these.
+        senders: How many of them have each value, if its mean is over these.
     """
     total, count = torch.zeros_like(like), 0
     for values, factor in parts:
@@ -244,5 +244,5 @@ def forwarded(to: str, *names: str) -> Any:
 
 
 def documented(name: str, method: Callable[..., Any]) -> Any:
-    """Gives a method name, signature and documentation of that of `Compression`; it is not abstract."""
+    """Gives a method the name, signature and documentation of `Compression`'s; it is not abstract."""
     return wraps(getattr(Compression, name), updated=())(method)

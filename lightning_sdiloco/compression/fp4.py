@@ -205,7 +205,7 @@ class _Eager(FP4):
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
-    """Tells whether they give the bits of the operations of torch, a block that is not whole included."""
+    """Returns whether they give the bits of the operations of torch, a block that is not whole included."""
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
     values = (one * other.mul(8).exp()).nan_to_num(0.0)

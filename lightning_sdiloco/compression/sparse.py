@@ -297,7 +297,7 @@ class Threshold(TopK):
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
     def _above(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Tells which values of each block are sent: what reaches its threshold, but no more than the largest."""
+        """Returns which values of each block are sent: what reaches its threshold, but no more than the largest."""
         above, most = (magnitudes >= thresholds) & (magnitudes > 0), self._kept(magnitudes.size(1))
         if bool((above.sum(1) > most).any()):
             above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)

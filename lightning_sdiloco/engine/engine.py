@@ -308,7 +308,7 @@ class StreamingDiLoCo:
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
         self.rounds.require_coverage()
-        # What a longer run would go on from takes the place of the gradients, which are no longer needed.
+        # What a longer run would continue from replaces the gradients, which are no longer needed.
         self.model.zero_grad()
         self._unfinished = self.state_dict()
         return self._counted(self.loop.land_all(self.inner_steps))
@@ -352,7 +352,7 @@ class StreamingDiLoCo:
         return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:
-        """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
+        """Returns whether this engine trains that model and has not finished, so that groups hold different values."""
         return self.model is model and not self.is_finished
 
     @property
@@ -536,7 +536,7 @@ class StreamingDiLoCo:
             fragment.weight = before[0].weight
 
     def has_other_parameters(self) -> bool:
-        """Tells whether parameters were frozen or became trainable since the model was cut."""
+        """Returns whether parameters were frozen or became trainable since the model was cut."""
         return set(trainable(self.model)) != {name for own in self.rounds.fragments for name in own.layout.names}
 
     @torch.no_grad()

@@ -105,7 +105,7 @@ class Synchronizer:
         del encoded, messages, tail, values
         yield
 
-        # Line 8: take the mean of what the groups sent; with two hops that of a part, which goes on to all of them.
+        # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which goes to all of them.
         began, posts = time.perf_counter(), [(topology.control, words), (self._exchange, posted)]
         (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
@@ -117,7 +117,7 @@ class Synchronizer:
         is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
         controls = [own._replace(finite=True) for own in controls] if is_spoilt else controls
         count, began = self._count(controls, launch), time.perf_counter()
-        # Where groups exchange with some alone, the mean is that of these.
+        # If groups exchange only with some, the mean is over these.
         partners = launch.leg or range(topology.num_groups)
         counted = count if not launch.leg else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
         mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
@@ -282,7 +282,7 @@ class Synchronizer:
         return messages, sent, received, arrived
 
     def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Tells the ranks of this group what this one misses; returns that, or else what another one misses."""
+        """Shares with the ranks of this group what this one misses; returns that, or what another one misses."""
         # A number for which group it is: -1 for none, the number of groups where it is not known.
         groups, size = self._topology.num_groups, self._topology.group_size
         code = -1 if missing is None else groups if missing.group is None else missing.group
@@ -505,7 +505,7 @@ class ThreadBackground(Background):
         return pending
 
     def close(self) -> None:
-        """Lets the worker threads end after what is in their queues, and waits a moment for them to do so."""
+        """Ends the worker threads once their queues are empty, and waits a moment for that."""
         self._first.put(None)
         deadline = time.monotonic() + _MOMENT
         for thread in self._threads:
@@ -642,7 +642,7 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers what the link of this rank carried: the most in its last flights, of which one may have stalled.
+    """Remembers what the link of this rank carried: the most in its last flights, since one may have stalled.
 
     Attributes:
         last: What it was told, the last few.
@@ -717,7 +717,7 @@ def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tenso
 def _diagnosed(
     loss: Tensor, agreement: Tensor, launch: Launch, state: Mapping[str, Any], in_group: Communicator
 ) -> Diagnostics:
-    """Tells how far the groups agree, after the outer step made this state. In-group collective."""
+    """Returns how far the groups agree, after the outer step made this state. In-group collective."""
     # What torch's optimizers call the running mean of their gradients.
     kept = next((state[name] for name in ("momentum_buffer", "exp_avg") if isinstance(state.get(name), Tensor)), None)
     moved = [launch.gradient, launch.outer] + ([] if kept is None else [kept.to(launch.outer.device)])

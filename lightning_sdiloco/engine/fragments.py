@@ -34,7 +34,7 @@ gradient           (length,)    device      Outer gradient: outer parameters min
 =================  ===========  ==========  ============================================================================
 
 Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
-a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
+a launch too). It replaces old tensors with new ones and never writes to a tensor of ``outer``,
 ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
 checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
 in an `Arrival`, and writes to none of the record.
@@ -116,7 +116,7 @@ class Launch(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """Tells how far the groups agree on a fragment, and what became of its outer gradient."""
+    """How far the groups agree on a fragment, and what became of its outer gradient."""
 
     cosines: tuple[float, ...]
     local_distance: float

@@ -337,7 +337,7 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
 
 
 def is_elementwise(kept: Any, values: Tensor) -> bool:
-    """Tells whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
+    """Returns whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 

@@ -1,4 +1,4 @@
-"""The outer view: the outer model, or a mean of the groups, in the place of the local one.
+"""The outer view: the outer model, or a mean of the groups, instead of the local one.
 
 [Note: a copy is put aside] While the outer model is shown, the local values rest in a separate copy, on the host if
 outer state does. Two ways would need no copy, and neither can be had:

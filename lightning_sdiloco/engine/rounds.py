@@ -268,7 +268,7 @@ class Rounds:
         in_group, optimizers = self._topology.in_group, self.inner_optimizers
 
         def on_all_ranks(facts: list[bool]) -> list[bool]:
-            """Tells which facts hold on all ranks: they do the same, also where they hold different parts."""
+            """Returns which facts hold on all ranks: they do the same, even if they hold different parts."""
             return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
 
         finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
@@ -292,7 +292,7 @@ class Rounds:
     # The warm-up: in the first inner steps all groups take the mean of their gradients; see [Note: warm-up]
 
     def is_warmup(self, step: int) -> bool:
-        """Tells whether the groups take the mean of their gradients in an inner step."""
+        """Returns whether the groups take the mean of their gradients in an inner step."""
         return 0 < step - self.began_at <= self.schedule.warmup_steps
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class Rounds:
         return len(self.fragments)
 
     def land_gradients(self, step: int) -> Iterator[Landing]:
-        """Waits for the means, and puts them in the place of the gradients."""
+        """Waits for the means, and replaces the gradients with them."""
         if self.is_warmup(step):
             for _ in range(len(self.flights)):
                 yield self._landed(self.flights.pop(0), step)

@@ -135,7 +135,7 @@ class ShardSpec(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tells whether a tensor is a DTensor, of which this rank holds a part."""
+    """Returns whether a tensor is a DTensor, so that this rank holds only a part."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -158,7 +158,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Makes a tensor that is sharded like another one, and of which this rank holds the given values."""
+    """Makes a tensor that is sharded like another one, with the given values on this rank."""
     made = torch.empty_like(tensor.detach(), dtype=values.dtype)
     local(made).copy_(values)
     return made
@@ -377,7 +377,7 @@ class FragmentLayout(ABC):
         """Returns what must be known to read shards of the fragment in a later run, as plain values."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard, from that of all parameters in their order.
+        """Returns the outer state of this rank's shard, from all parameters' in their order.
 
         What an optimizer keeps of each value is zero where a parameter has none, and a count is the largest.
         """
@@ -503,7 +503,7 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds."""
+    """Lays out a fragment that is sharded over the ranks of the group: the shard is what a rank holds."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
@@ -594,7 +594,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64, signed.
 
     A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
-    Digests of consecutive shards, which begin at ``start`` in the whole, add up to that of the whole.
+    Digests of consecutive shards, which begin at ``start`` in the whole, add up to the digest of the whole.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.weighting import combined

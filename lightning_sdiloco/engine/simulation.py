@@ -115,7 +115,7 @@ class SimulatedGroups:
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
-    """Refuses optimizers of which one would see in its state what another group does."""
+    """Refuses optimizers that share tensors of their state with another group's."""
     owners: dict[int, int] = {}
     for group, optimizers in enumerate(groups):
         values = [value for one in optimizers for state in one.state.values() for value in state.values()]

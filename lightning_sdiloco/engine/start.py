@@ -308,7 +308,7 @@ def broadcast(tensor: Tensor, topology: Topology) -> None:
 
 
 def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
-    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
+    """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]

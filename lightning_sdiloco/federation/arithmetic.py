@@ -1,6 +1,6 @@
 """The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new outer parameters.
 
-It is that of the fixed world: the same compression, weights, mean and outer step, in the order of the record. So a
+It is the fixed world's: the same compression, weights, mean and outer step, in the order of the record. So a
 federation in which no site is ever late has the bits of the fixed world. What is sent for a last round is float32, and
 its record takes the plain mean, as the final exchange does there; see [Note: the last round].
 """
@@ -207,7 +207,7 @@ class SiteArithmetic:
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:
-    """Returns the payloads that a rank fetches: of which source in the record, of which rank there, and its name."""
+    """Returns the payloads that a rank fetches: source in the record, rank there, and name."""
     return [
         (source, place, payloads[place])
         for source, payloads in enumerate(record.sources)
@@ -216,7 +216,7 @@ def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Pa
 
 
 def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
-    """Returns the digests of fragments of which each rank has a shard, which starts there. In-group collective."""
+    """Returns the digests of fragments from each rank's shards and where they start. In-group collective."""
     shards = ranks.all_gather_object([digest(own, start) for own, start in zip(values, starts, strict=True)])
     return [combined(list(own)) for own in zip(*shards, strict=True)]
 

@@ -243,7 +243,7 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: Any) -> None:
-        """Tells a connection, in a thread, what the hub says and that it cannot be; says its words to the hub."""
+        """Passes the hub's words and errors to a connection, in a thread, and the connection's to the hub."""
 
         def listens() -> None:
             try:
@@ -364,7 +364,7 @@ class HubClient:
                 self._closed.wait(backoff(stuck, _PAUSE))
 
     def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
-        """Runs tasks, each of which waits for calls, at the same time; returns what became of those that failed."""
+        """Runs tasks that wait for calls at the same time; returns the failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[None]] = set(futures)
         before = progress()
@@ -449,7 +449,7 @@ class HubClient:
 
     def _connection(self, hello: Header, heartbeat: Callable[[], Header], patience: float) -> Iterator[Event]:
         over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
-        # Since when the hub is listened to in vain: not while what it said is being worked on.
+        # Since when the hub has been silent: not while its last words are being worked on.
         since: float | None = None
 
         def silent() -> bool:
@@ -521,7 +521,7 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and but for what a link carries nothing is late."""
+    """A site's way to a hub in this process: nothing is lost, and nothing is late, except for what a link carries."""
 
     def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
         self.identity, self.incarnation = Identity(hub.run, "site", site), incarnation or secrets.token_hex(8)
@@ -592,7 +592,7 @@ class InProcessClient:
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
-            # Who is refused hears it at its next step.
+            # A refused site learns it at its next step.
             with suppress(HubError, Refused):
                 self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
         self._hub.coordinator.tick()

@@ -229,7 +229,7 @@ class Coordinator:
     def back_up(self, folder: Path) -> int:
         """Copies ledger and blobs into a folder, from which a hub can be started; returns how many records it holds.
 
-        What is copied is the run of one moment, while it goes on. A copy that is not complete takes the place of none.
+        It copies the run at one moment, while it goes on. An incomplete copy replaces none.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy, ledger = BlobStore(folder / "hub.store"), folder / "hub.sqlite"
@@ -265,7 +265,7 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Hears which run config a site brings; returns that of the run."""
+        """Takes the run config that a site brings; returns the run's."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -408,7 +408,7 @@ class Coordinator:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Hears that a blob is in the store: a run config is answered, and what waited for others goes on."""
+        """Notes that a blob is in the store: a run config is answered, and what waited for blobs continues."""
         if about.get("kind") == "run_config":
             run_config = self.agree(peer.name, self._brought(key))
             try:
@@ -509,7 +509,7 @@ class Coordinator:
     # States
 
     def _ask(self, site: str, without: Collection[str]) -> None:
-        """Gets a state for a site: from a donor, who is told, or from the snapshot."""
+        """Gets a state for a site: from a donor, which is asked, or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
@@ -755,7 +755,7 @@ class Coordinator:
                 if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
                     self._ask_donor(donor).for_snapshot = True
             if now >= self._call_at:
-                # Who has missed that it was called hears it again, for as long as the round is open.
+                # A site that has missed its call gets it again, for as long as the round is open.
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
@@ -766,7 +766,7 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Tells whether it is time for one: after some rounds, or sooner where there is no room for their payloads."""
+        """Returns whether it is time for one: after some rounds, or sooner if there is no room for their payloads."""
         rounds = [at.round for at in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
             return False
@@ -847,7 +847,7 @@ class Coordinator:
             self._averaging.release()
 
     def _call(self, own: Contribution | None = None) -> None:
-        """Tells all for which rounds to launch, once, and of a large payload that can be fetched before it counts."""
+        """Announces the rounds to launch for, once, and a large payload that can be fetched before it counts."""
         if own and (self.ledger.terms.hub_mean or all(payload.size <= CHUNK for payload in own.payloads)):
             own = None
         for call in self.ledger.calls():

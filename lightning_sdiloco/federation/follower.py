@@ -82,7 +82,7 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether all that is closed has landed, but for a flight, which lands in its time, and what comes after it."""
+        """Whether all closed rounds have landed, except a flight, which lands in its time, and later ones."""
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
@@ -92,7 +92,7 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Tells whether the round that lands next is the last, as far as is known: by the run config, or a call."""
+        """Returns whether the round that lands next is the last, as far as is known: by the run config, or a call."""
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
@@ -110,11 +110,11 @@ class Progress:
         return any(mine and mine != own and not self._is_apart(mine) for mine in counted)
 
     def _is_apart(self, mine: Contribution) -> bool:
-        """Tells whether nothing is held of what this site has launched, and does not have in flight."""
+        """Returns whether nothing that this site has launched is held outside a flight."""
         return self.is_fresh or mine.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Hears which launch of this site stands in the round that is open at the hub."""
+        """Notes which launch of this site is in the hub's open round."""
         self.standing = standing
         known = self.flight.own.launch if self.flight else None
         if standing is None or standing in (known, self.apart):
@@ -126,7 +126,7 @@ class Progress:
         return True
 
     def begin_again(self) -> None:
-        """Hears that the local parameters become the outer ones, whatever was launched before."""
+        """Notes that the local parameters become the outer ones, whatever was launched before."""
         self.flight, self.is_fresh = None, True
         self.drop()
 
@@ -210,7 +210,7 @@ class Progress:
         self.records = {round: own for round, own in self.records.items() if round > applied.round}
 
     def passed(self, round: int, site: str) -> MergeAction:
-        """Says what the records up to a round, none of which has landed, come to together."""
+        """Returns what the records up to a round, none landed yet, amount to together."""
         found = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
@@ -267,7 +267,7 @@ class Follower:
         return Hello(run, self.site, self.incarnation, self._run_config, tuple(own.applied for own in self.fragments))
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Hears what the hub has; returns the fragments of which the local parameters become the outer ones."""
+        """Takes in what the hub has; returns the fragments whose local parameters become the outer ones."""
         for own, closed in zip(self.fragments, welcome.closed, strict=True) if welcome.founded_again else ():
             # What few have applied did not happen in the run that was founded again: they take the state of the others.
             if own.applied.round >= closed.round and own.applied != closed:
@@ -295,7 +295,7 @@ class Follower:
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float, why: str = "") -> None:
-        """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on."""
+        """Notes that the hub cannot be reached, again after each failed try. Training goes on."""
         self.reachable = False
         self._alone_since = now if self._alone_since is None else self._alone_since
         if now - self._alone_since > self._patience:

@@ -201,7 +201,7 @@ def revoke_keys(folder: str | Path, name: str) -> list[str]:
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Returns the bundle in a file, which says itself whose it is, or that of a name in the folder of the authority."""
+    """Returns the bundle in a file, which names its holder, or a name's from the authority's folder."""
     path = Path(keys)
     folder = path if path.is_dir() else None
     if folder is not None and not name:
@@ -350,7 +350,7 @@ def _ends(certificate: bytes) -> datetime.datetime:
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
     own = holder_of(context)
-    # An authority that was not bound to a run when it signed has been bound to that of this hub since.
+    # An authority that was not bound to a run when it signed has since been bound to this hub's.
     if own.run not in (run, UNBOUND):
         raise Denied(f"this hub serves run {run!r}, but the certificate is for run {own.run!r}.")
     if (own.role, own.name) != (claimed.role, claimed.name):

@@ -1,4 +1,4 @@
-"""The ledger: who is there, what was contributed, and which rounds close. Time comes in, records go out.
+"""The ledger: which sites are there, what they contributed, and which rounds close. Time comes in, records go out.
 
 [Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first (`examine`,
 `due`: neither changes anything), makes durable what is to be, says that it is (`contribute`, `append`), and only then
@@ -257,7 +257,7 @@ class Ledger:
         round.arrived[own.site] = now
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Hears that a site will not answer a call: it has trained too little. The round does not wait for it."""
+        """Notes that a site will not answer a call: it has trained too little. The round does not wait for it."""
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
         if round and call == self._call(call.fragment):
@@ -283,7 +283,7 @@ class Ledger:
         sites = self._contributors(now)
         for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
-            # Who is there and does not count is still there: otherwise a round might never close.
+            # Sites that are there but do not count still answer: otherwise a round might never close.
             if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(fragment, round, sites, now):
                 continue
             try:
@@ -357,7 +357,7 @@ class Ledger:
         return outlying({own.site: self._length(own) for own in majority}, past, self.terms.guard)
 
     def _length(self, own: Contribution) -> float:
-        """Returns the norm for each inner step: some have trained more than others, such as who was without the hub."""
+        """Returns the norm for each inner step: some have trained more than others, for instance without the hub."""
         return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps)
 
     def append(self, record: Record) -> None:
@@ -474,7 +474,7 @@ class Timings:
             self.untold.setdefault(own.fragment, {})[own.site, own.round] = timing
 
     def arrives_late(self, own: Contribution, now: float) -> None:
-        """Hears of a contribution to a round that is closed: once, and only if it was the last one."""
+        """Notes a contribution to a closed round: once, and only if it was the last one."""
         closed, opened = self._closed.get(own.fragment, (0, None))
         came, _ = self._came.get((own.fragment, own.site), (0, 0.0))
         if own.round == closed and came < closed:

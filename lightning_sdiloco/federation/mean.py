@@ -94,7 +94,7 @@ def averaged(
 
 
 def _sent(own: Contribution, get: Callable[[str], Bytes], numel: int, buffers: int, code: str) -> tuple[Vector, Vector]:
-    """Returns what a site has sent, of which each of its ranks has a shard, and its buffers."""
+    """Returns what a site has sent, from a shard of each of its ranks, and its buffers."""
     code, length = "fp32" if own.exact else code, -(-numel // len(own.payloads))
     payloads = [get(payload.key) for payload in own.payloads]
     first = memoryview(payloads[0])

@@ -20,7 +20,7 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of some sites, of which ``until`` lets the others have turns; see [Note: whose turn it is]."""
+    """The clocks of some sites; ``until`` gives the others their turns; see [Note: whose turn it is]."""
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
         self.now = 0.0

@@ -54,7 +54,7 @@ class LaunchId(NamedTuple):
 
 
 class Position(NamedTuple):
-    """Tells how far the records of a fragment go: one entry of an applied vector."""
+    """How far the records of a fragment go: one entry of an applied vector."""
 
     round: int
     key: Key
@@ -96,7 +96,7 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Tells when a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
+    """When a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
 
     site: Name
     round: Positive
@@ -106,7 +106,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Message):
-    """Says which contributions make a round of a fragment, and thereby who was a member of it."""
+    """The contributions that make a round of a fragment, and thereby its members."""
 
     seq: int
     fragment: Index
@@ -142,7 +142,7 @@ class Record(Message):
         return next((own for own in self.counted if own.site == site), None)
 
     def without(self, site: str) -> LeftOut | None:
-        """Tells why what a site has contributed does not count."""
+        """Returns why a site's contribution does not count."""
         return next((own for own in self.left_out if own.site == site), None)
 
     @classmethod
@@ -179,7 +179,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """Tells which incarnation of a site has contributed to the round of a fragment that is open."""
+    """Which incarnation of a site has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation

@@ -104,7 +104,7 @@ class DynamicBackup(Quorum):
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns the sites that are worth waiting for."""
         names, length = sorted(sites), _round_length(history)
-        # Who is not waited for would never count if it was always a little late; see the rule in the docstring.
+        # A site that is not waited for would never count if always a little late; see the rule in the docstring.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
         late = _lateness(history, names)
@@ -134,7 +134,7 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
             heard[entry.site][entry.round] = entry.late
     late, last = {}, history[-1].round
     for site, rounds in heard.items():
-        # Of who has just come nothing is known, and the grace bounds what that costs.
+        # Nothing is known of a site that has just come, and the grace bounds what that costs.
         first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
         late[site] = median([rounds.get(round, inf) for round in range(first, last + 1)] or [0.0])
     return late

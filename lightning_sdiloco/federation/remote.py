@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
 _FIRST = 60.0  # seconds after which a hub that was never there is given up
-_LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
+_LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
 _UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
 # What is small does not wait behind what is large, nor a state behind payloads, nor a word for a hub that is gone.
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
@@ -252,7 +252,7 @@ class HubConnection:
                 future.add_done_callback(self._pending.discard)
 
     def fail(self, error: Exception) -> None:
-        """Hears of what cannot be; at the end, when threads find all closed, that is no news."""
+        """Notes an error; at the end, when threads find all closed, that is expected."""
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
         with self._changed:
@@ -320,7 +320,7 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Tells of a record when all that is wanted of its payloads is here, or some of it is gone."""
+        """Announces a record when all wanted payloads are here, or some are gone."""
         blobs = self._blobs([payload for payloads in record.sources for payload in self._wanted(payloads)])
         with self._changed:
             # What came early and did not count is not needed.
@@ -335,7 +335,7 @@ class HubConnection:
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Tells of a record, and forgets what this site has contributed to its round, or to one before it."""
+        """Announces a record, and forgets what this site has contributed to its round, or to earlier ones."""
         kept = self._outbox.get(record.fragment)
         if kept and kept[0].round <= record.round:
             del self._outbox[record.fragment]

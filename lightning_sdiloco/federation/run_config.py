@@ -20,7 +20,7 @@ from lightning_sdiloco.federation.codec import (
     plain,
 )
 
-RETENTION = 8  # rounds for which payloads are kept; who is further behind needs a state
+RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
 SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5

@@ -127,7 +127,7 @@ class Door:
         finally:
             with self._lock:
                 self._open[who] -= 1
-                self._open += Counter()  # drops who has none
+                self._open += Counter()  # drops peers without any
 
     def first(self, requests: Iterator[bytes], context: Any) -> bytes | None:
         """Returns the first message of a stream, which has a moment for it."""
@@ -227,7 +227,7 @@ class Hub:
         self._serve()
 
     def is_serving(self) -> bool:
-        """Tells what the health service answers: whether the hub has started, and does not end."""
+        """Returns what the health service answers: whether the hub has started, and is not ending."""
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
         return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
 

@@ -83,7 +83,7 @@ class SharedConnection:
         (self.own,) = made
 
     def all_say(self, ask: Callable[[], Any]) -> list[Any]:
-        """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
+        """Returns what all ranks say. An error of one is raised on all, so that none waits for the others."""
         every = self._ranks.attempt(ask)
         for outcome in every:
             if outcome.failure:
@@ -220,7 +220,7 @@ class FederatedWorld:
             self.hear()
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step by its samples, of which ranks may have trained unequal numbers: `hear` adds them up."""
+        """Counts an inner step by its samples, which may differ between ranks: `hear` adds them up."""
         self._has_trained, self._samples = True, self._samples + samples
 
     @torch.no_grad()
@@ -344,7 +344,7 @@ class FederatedWorld:
                 applied = self._applied.get(record.fragment)
                 if applied is not None and applied[0].key == record.key:
                     due[record.fragment] = applied
-            # Who is far behind waits for the arithmetic, not for an inner step per round.
+            # A site far behind waits for the arithmetic, not for an inner step per round.
             behind = [i for i in due if self.follower.fragments[i].closed > due[i][0].round]
             waiting = {index: pending for index, (_, pending) in due.items() if index not in behind}
             for index in (*behind, *self._connection.ready(waiting)):
@@ -396,7 +396,7 @@ class FederatedWorld:
             fragment.carry(stepped.arrival, stepped.moved)
         else:
             mixes = landing in (MergeAction.MIX, MergeAction.DROP)
-            # Who counts has sent what its compression remembers; of the others that stays.
+            # A site that counts has sent what its compression remembers; the others keep it.
             arrival = stepped.arrival
             if not mixes or own not in arrival.landing.counted:
                 arrival = arrival._replace(changes={"outer": arrival.changes["outer"]})
@@ -485,7 +485,7 @@ class FederatedWorld:
         return requests
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Hears what the hub has. One that has less, or something else, counts as gone: it may come back."""
+        """Takes in what the hub has. A hub that has less, or something else, counts as gone: it may come back."""
         try:
             self._begin_again(self.follower.welcome(welcome))
         except AgreementError as error:

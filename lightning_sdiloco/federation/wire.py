@@ -78,7 +78,7 @@ def extra(module: str) -> ModuleType:
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
-    """Returns for how many seconds to wait after some tries in vain: ever longer, and not the same for all who wait."""
+    """Returns how many seconds to wait after failed tries: ever longer, and not the same for all that wait."""
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
@@ -87,7 +87,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Any]
 
 PROTOCOL = 3  # version of the messages
-OLDEST = 3  # that of the oldest site that a hub understands: the hub of a run is updated first, and then its sites
+OLDEST = 3  # the oldest site's that a hub understands: the hub of a run is updated first, and then its sites
 CHUNK = 256 << 10  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
 MAX_HEADER = 64 << 10
 MAX_MESSAGE = 8 + MAX_HEADER + CHUNK  # gRPC refuses a larger one by its length, before it takes memory

@@ -64,7 +64,7 @@ def has_exchange_interface() -> bool:
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
+    """Makes gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
     if not has_exchange_interface():
         yield
         return
@@ -80,7 +80,7 @@ def for_exchange() -> Iterator[None]:
 
 
 def _chosen(variable: str) -> tuple[str, str]:
-    """Returns name and address of the interface that a variable chooses; that of the exchange may give the address."""
+    """Returns name and address of the interface that a variable chooses; the exchange's may give the address."""
     given = os.environ[variable]
     if sys.platform != "linux":
         raise ValueError(f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out.")

@@ -56,7 +56,7 @@ _LOADERS = "combined_loader"
 class Epochs:
     """The epochs of a fit: what fetches the batches of this group, and knows where the other groups are.
 
-    See [Note: where the others are]. With several worker groups it stands in the place of Lightning's data fetcher.
+    See [Note: where the others are]. With several worker groups it replaces Lightning's data fetcher.
     """
 
     # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
@@ -99,7 +99,7 @@ class Epochs:
     # Where the others are
 
     def meet(self) -> None:
-        """Tells the others, once for each batch, that this group is about to wait for all of them."""
+        """Announces, once for each batch, that this group is about to wait for all others."""
         if self._is_open and self._end is None and self.fit.is_training:
             batch = self.fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready
             if batch > self._last:
@@ -302,7 +302,7 @@ def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them."""
+    """Drops metrics of the epoch whose reduction over all ranks would wait forever for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
 
     # A metric gathers its own states.
@@ -423,7 +423,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
-    """Lets what is saved or scheduled by a metric that groups logged go by its mean over all ranks."""
+    """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
 
     def monitored(original: Callable[[str], Any], key: str) -> Any:
         value = original(key)

@@ -340,7 +340,7 @@ class Fit(FitState):
         return landings
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Tells the other ranks of an exception, before another callback saves a checkpoint."""
+        """Reports an exception to the other ranks, before another callback saves a checkpoint."""
         # After a signal all ranks end with this one, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
             self._log_rest()

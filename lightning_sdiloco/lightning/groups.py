@@ -149,7 +149,7 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the others that this rank ends with an exception; from now on it must not wait for them."""
+        """Reports to the others that this rank ends with an exception; from now on it must not wait for them."""
         self.failed = True
         failures, self._failures = self._failures, None
         if failures is not None:
@@ -157,7 +157,7 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def meet(self) -> None:
-        """Announces that this rank is about to wait for all others, of which some may wait for its epoch to end."""
+        """Announces that this rank is about to wait for all others; some may wait for its epoch to end."""
         if self.announce is not None and not self.failed:
             self.announce()
 

@@ -147,7 +147,7 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
 
 
 def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Lets a function stand in the place of one of Lightning's, which it gets as its first argument."""
+    """Replaces a function of Lightning's with one that gets it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
     if not hasattr(target, name):
@@ -162,7 +162,7 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
 
 
 class _Replacement(partial[Any]):
-    """A function in the place of a method, of which copies and pickles of the object have the method itself."""
+    """A function that replaces a method; copies and pickles of the object have the method itself."""
 
     replaced: tuple[Any, str]
 
@@ -230,7 +230,7 @@ def class_names(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
 
 
-# What is refused: trainers that would leave worker groups with different models, or waiting for each other in vain
+# What is refused: trainers that would leave worker groups with different models, or waiting for each other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy

@@ -297,7 +297,7 @@ class ShardedModel(WholeModel):
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model of which a parameter is not sharded over the data-parallel ranks of a group."""
+    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
     reshard(module)
     data, tensor = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
@@ -357,7 +357,7 @@ def _remove(path: Path) -> None:
 
 # One rank has no gradients to average, and no need of buckets: 5 bytes a parameter.
 
-# With these DistributedDataParallel does more than to average gradients, of which a single rank has none to average.
+# With these DistributedDataParallel does more than average gradients, which one rank does not need.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
@@ -390,7 +390,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Stands in the place of what averages gradients, for code that announces its own backward pass to it."""
+    """Replaces what averages gradients, for code that announces its own backward pass to it."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -435,7 +435,7 @@ _LEAST_BYTES = 1 << 26
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Any], batch_idx: int, nbytes: int) -> None:
-    """Lets the gradients of the batch before go, if they are large and no hook of the user's may look at them."""
+    """Frees the gradients of the batch before, if they are large and no user's hook may look at them."""
     module, begins = trainer.lightning_module, batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
         return

@@ -1,7 +1,7 @@
-"""Tells what a run does: lines at its start, logged scalars, the progress bar, and a record of every rank.
+"""Shows what a run does: lines at its start, logged scalars, the progress bar, and a record of every rank.
 
 Nothing here changes training, waits for another rank, or sends anything between groups. What the callback wrote is read
-as a `Run`, of which a trace for Chrome or Perfetto is made.
+as a `Run`, the source of a trace for Chrome or Perfetto.
 
 [Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends on no rank before
 all groups that count in it have launched it. So each flight bounds from both sides how far a clock can be ahead of that
@@ -483,7 +483,7 @@ class Run(NamedTuple):
 
 
 def records_in(folder: str | Path) -> Path:
-    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or that of its newest ``version_N``."""
+    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or its newest ``version_N``'s."""
     versions = [path for at in ("version_*", "lightning_logs/version_*") for path in Path(folder).glob(f"{at}/sdiloco")]
     by_number = sorted(versions, key=lambda path: int(re.sub(r"\D", "", path.parent.name) or -1), reverse=True)
     for place in (Path(folder), Path(folder) / "sdiloco", *by_number):
@@ -516,7 +516,7 @@ def _parts(path: Path) -> list[list[Line]]:
 
 
 def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
-    """Returns by how many seconds the clock of a rank is ahead of that of another; see [Note: clocks]."""
+    """Returns by how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
     least, most = float("-inf"), float("inf")
     flight = itemgetter("fragment", "launched_at", "final")
     flights = {flight(line): line for line in reference if line["kind"] == "landing"}
@@ -530,7 +530,7 @@ def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
 
 
 def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
-    """Reads the record of a rank, with its clock set by that of another one at each start of the run."""
+    """Reads the record of a rank, with its clock set by another's at each start of the run."""
     rank = Rank(parts[0][0]["rank"], parts[0][0])
     for number, part in enumerate(parts):
         is_first = parts is reference or number >= len(reference)
@@ -615,7 +615,7 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counts: set[str] = set()
     for landing in rank.landings:
         before[landing.fragment] = set(landing.sites)
-        # A round of one fragment may be missed by accident; who is in none of the last rounds is away.
+        # A round of one fragment may be missed by accident; a site in none of the last rounds is away.
         now = set().union(*before.values())
         for site in sorted(now ^ counts):
             yield landing.spans["land"][1], f"{site} counts" if site in now else f"{site} counts no longer"

@@ -62,7 +62,7 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Tells whether connections are still at speed after some seconds without traffic."""
+        """Returns whether connections are still at speed after some seconds without traffic."""
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 

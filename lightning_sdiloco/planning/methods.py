@@ -98,7 +98,7 @@ class Streaming:
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
+        """Returns the bytes that a group sends in a run, the final exchange included; exact except for buffers."""
         every, warmup_steps = self.settings.sync_every, min(steps, self.settings.warmup_steps)
         streamed = [max(0, (steps - warmup_steps - offset) // every) for offset in self._offsets]
         launched = sum(count * sent for count, sent in zip(streamed, self._sent, strict=True))
@@ -290,7 +290,7 @@ def play(
 ) -> list[Times]:
     """Plays training thread and background of every group.
 
-    A flight is over when the message of the last group has come; on a route in pairs, that of the last partner, and the
+    A flight is over when the last group's message has come; on a route in pairs, the last partner's, and the
     word of the last group that it has launched.
 
     Args:

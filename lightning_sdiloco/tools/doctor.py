@@ -259,7 +259,7 @@ def _of_ranks(seen: Examined) -> Iterator[Finding]:
 
 
 def _by_value(values: Sequence[str]) -> tuple[bool, str]:
-    """Tells which ranks have which value, and whether all have the same."""
+    """Returns whether all ranks have the same value, and which ranks have which."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -502,7 +502,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         with closing(mailbox):
             numbers["round_trip"] = mailbox.round_trip()
             yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
-            told = f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone"
+            told = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
             yield Finding("ok", "round trip", told)
             off = float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())) - wall_clock()
             told = f"the hub's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"

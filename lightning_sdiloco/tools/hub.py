@@ -186,7 +186,7 @@ def amend(
     if not changes:
         raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in given)}.")
     terms = options.ask("operator", "amend", terms=changes)["terms"]
-    return f"The run goes on with {', '.join(f'{name}={terms[name]}' for name in given)}."
+    return f"The run continues with {', '.join(f'{name}={terms[name]}' for name in given)}."
 
 
 def rollback(round: int, options: HubOptions) -> str:

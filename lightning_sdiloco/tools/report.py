@@ -674,7 +674,7 @@ def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[
     described = (
         f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in {len(first.fragments)} fragments ·"
         f" {ranks} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={settings['compression'] or 'a compression of its own'},"
+        f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
         f" exchange={exchange_of(run) or '-'}"
     )
     steps, sent = max(len(rank.steps) for rank in run.ranks), max(bytes_sent(run).values())

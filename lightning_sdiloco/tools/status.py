@@ -1,4 +1,4 @@
-"""Runs ``sdiloco status``: who is there, how far each is, and what is waited for, as a table that stays up to date."""
+"""Runs ``sdiloco status``: the sites, how far each is, and what is awaited, as a live table."""
 
 import io
 import json as codec

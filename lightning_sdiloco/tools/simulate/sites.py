@@ -144,7 +144,7 @@ class _Incarnation:
             time.ends(self._number)
 
     def _begins(self) -> None:
-        """Lets the time of an inner step pass, absences included, after which it launches and lands."""
+        """Passes the time of an inner step, including absences, then launches and lands."""
         self._joined = self._joined or self._applied()
         now = self._time.now
         self._time.passes(self._number, step_end(now, self._step_time, self._away) - now)

@@ -34,7 +34,7 @@ def _restore(state: _State) -> None:
 
 
 class Turns(Generic[Result]):
-    """Runs functions in threads, of which only one runs at any time; see [Note: one thread at a time]."""
+    """Runs functions in threads, only one at any time; see [Note: one thread at a time]."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Lets the other threads have their turns until a condition holds."""
+        """Gives the other threads their turns until a condition holds."""
         self._go_on()
         if ready():
             return
