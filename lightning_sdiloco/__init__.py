@@ -94,7 +94,7 @@ _EXAMPLES = {
 
 
 class _IsAnExample(ImportError, ValueError):
-    """What was asked for is no part of the package: an import error, and a wrong value of a configuration."""
+    """A name is not part of the package: an import error, and a wrong value of a configuration."""
 
 
 register_when_imported()

@@ -423,7 +423,7 @@ _INSTEAD = {
     "quorum": ("federation", _TOGETHER),
     "grace": ("federation", _TOGETHER),
 }
-"""For arguments that were, and for those that belong elsewhere: the one to take, and what to write."""
+"""For former and misplaced arguments: the one to use, and what to write."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -433,7 +433,7 @@ _SAME = {
     **dict.fromkeys(("P", "num_fragments"), "fragments"),
     "outer_learning_rate": "outer_lr",
 }
-"""What the paper, and others who implement it, call an argument."""
+"""Names of arguments in the paper and in other implementations."""
 
 OTHER_NAMES = (*_INSTEAD, *_SAME)
 

@@ -1,4 +1,4 @@
-"""With whom each group exchanges in a round, and what, where that is not with all others.
+"""Whom each group exchanges with in a round, and what, if that is not all others.
 
 [Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round the groups of a
 *leg*, two or three, tell each other where they are, and each makes its outer step with its outer parameters minus the

@@ -30,7 +30,7 @@ GUARD = 10.0
 """How many times as long is too long, by default."""
 
 REMEMBERED = 8
-"""With how many of its last norms a new one is compared, at most."""
+"""The most last norms that a new one is compared with."""
 
 _ENOUGH, _OTHERS = 4, 2
 

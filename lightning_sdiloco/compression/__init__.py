@@ -49,10 +49,10 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The compressions that have a name. Each but ``"sparse"``, which has one, also has a memory: ``"top_k+memory"``."""
+"""The named compressions. All except ``"sparse"``, which has a memory, also come with one: ``"top_k+memory"``."""
 
 MEMORY = "+memory"
-"""What follows a name for the same compression with error feedback."""
+"""The suffix of a name for the same compression with error feedback."""
 
 
 def resolve(compression: str | Compression) -> Compression:

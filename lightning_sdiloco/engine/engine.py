@@ -348,7 +348,7 @@ class StreamingDiLoCo:
 
     @property
     def requested(self) -> int:
-        """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
+        """Requests of a site's ranks to each other in the last inner step; between groups, landings show them."""
         return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:

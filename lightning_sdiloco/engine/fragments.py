@@ -59,7 +59,7 @@ from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimi
 from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, digest, is_sharded, layouts_of, trainable
 
 Span = tuple[float, float]
-"""From when to when, on the clock of ``time.perf_counter()``."""
+"""Start and end, on the clock of ``time.perf_counter()``."""
 
 
 class Purpose(Enum):

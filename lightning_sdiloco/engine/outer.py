@@ -30,7 +30,7 @@ _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
 
 MOMENTUM = "momentum_buffer"
-"""Under which key torch's SGD keeps the momentum."""
+"""The key under which torch's SGD keeps the momentum."""
 
 # What hyperparameters are where `nesterov_step` is the step; a schedule may change any.
 _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}

@@ -417,7 +417,7 @@ class Rounds:
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Tells the allocator of an accelerator that the training stream still reads tensors of the side stream."""
+    """Informs an accelerator's allocator that the training stream still reads tensors of the side stream."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))

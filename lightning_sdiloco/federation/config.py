@@ -1,4 +1,4 @@
-"""What a user says of a federation: where its hub is, and the terms of its founding; and how a site joins it."""
+"""A user's settings of a federation: its hub, the terms of its founding, and how a site joins it."""
 
 import logging
 from dataclasses import dataclass, replace

@@ -175,7 +175,7 @@ class Progress:
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
-        """Says what a record does to what the site has in flight and holds."""
+        """Returns what a record does to what the site has in flight and holds."""
         mine = record.of(site)
         flight = self.flight if self.flight and self.flight.own.round == record.round else None
         if record.final or (flight and not flight.own.finite):

@@ -49,7 +49,7 @@ class Identity(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What a holder needs to be known, and to know the others. The key of the authority is not in it."""
+    """What a holder needs to identify itself, and to verify the others. It lacks the authority's key."""
 
     identity: Identity
     key: bytes

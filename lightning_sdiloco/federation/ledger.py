@@ -84,7 +84,7 @@ class Founding:
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """Where a run that is founded again goes on: of each fragment the position that most of the sites hold."""
+        """Where a refounded run continues: for each fragment the position that most sites hold."""
         held = zip(*(hello.applied for hello, _ in self._brought.values()), strict=True)
         counted = (Counter(own) for own in held)
         return tuple(max((number, at.round, at) for at, number in own.items())[-1] for own in counted)
@@ -224,7 +224,7 @@ class Ledger:
     # What is contributed
 
     def examine(self, own: Contribution, incarnation: str) -> Answer:
-        """Says what will be answered to a contribution, and changes nothing."""
+        """Returns the answer to a contribution, and changes nothing."""
         self._member(own.site, incarnation)
         if not 0 <= own.fragment < self.terms.fragments:
             raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
@@ -398,7 +398,7 @@ class Ledger:
     # States
 
     def source(self, site: str, now: float, without: Collection[str] = ()) -> str | StateHeader | None:
-        """Says where a site gets a state: from a donor, by name, or from the snapshot."""
+        """Returns where a site gets a state: from a donor, by name, or from the snapshot."""
         donors = [other for other in self._contributors(now) if other != site and other not in without]
         donors = [other for other in donors if self.members[other].connected]
         if donors:

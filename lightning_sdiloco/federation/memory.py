@@ -34,7 +34,7 @@ class VirtualTime:
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), do))
 
     def passes(self, site: int, seconds: float) -> None:
-        """Lets seconds pass for the site whose turn it is, and the others have theirs meanwhile."""
+        """Passes seconds for the site whose turn it is; the others have theirs meanwhile."""
         own = self._clocks[site] = self.now + seconds
         self._until(lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site))
         while self._coming and self._coming[0][0] <= own:

@@ -1,4 +1,4 @@
-"""What sites and hub write: contributions and records, and what they say to each other besides.
+"""The messages of sites and hub: contributions, records, and what else they say to each other.
 
 [Note: the chain] The records of a fragment form a chain: each names the key of the one before it, and the first names
 the run config. Two sites whose last records have the same key have applied the same records in the same order, so one
@@ -126,7 +126,7 @@ class Record(Message):
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
-        """What is fetched: the mean of the hub, or what each site that counts has sent."""
+        """The payloads to fetch: the hub's mean, or those that each counting site has sent."""
         return [(self.mean,)] if self.mean else [own.payloads for own in self.counted]
 
     @property
@@ -187,7 +187,7 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Says what the hub has. A site that has applied more, or something else, refuses it."""
+    """The hub's position. A site that has applied more, or something else, refuses it."""
 
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
@@ -199,7 +199,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """Says that a site trains: the one heartbeat that counts."""
+    """A training site's heartbeat: the only one that counts."""
 
     site: Name
     incarnation: Incarnation
@@ -288,7 +288,7 @@ MOST_BYTES = 1 << 18  # as much as two messages: a welcome and a snapshot, or a 
 
 @dataclass(frozen=True)
 class StateOffered:
-    """Says where a state lies, and whose it is."""
+    """Where a state is stored, and whose it is."""
 
     source: str
     header: StateHeader

@@ -260,7 +260,7 @@ class HubConnection:
             self._changed.notify_all()
 
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
-        """Says something to the hub, as the first rank does for all."""
+        """Sends something to the hub; the first rank does so for all."""
         return {} if self._rank else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
 
     def _start(self, own: Contribution) -> None:

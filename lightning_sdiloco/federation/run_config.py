@@ -75,7 +75,7 @@ class Terms:
 
     @property
     def least_steps(self) -> int:
-        """With fewer inner steps since it was last counted a site does not launch."""
+        """The fewest inner steps since a site last counted with which it launches."""
         return max(1, -(-self.sync_every // 4))
 
     @property

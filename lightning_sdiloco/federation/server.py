@@ -67,7 +67,7 @@ _NOISE = random.Random(0).randbytes(CHUNK)  # what pings are answered with; noth
 
 
 class Session:
-    """Who watches: the events for it wait until it reads them."""
+    """A watching peer: its events wait until it reads them."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer, self.admitted, self._ended = peer, False, False

@@ -128,7 +128,7 @@ class Epochs:
         return self._end
 
     def _tell(self, batch: int, is_end: bool) -> None:
-        """Says in which batch this group is, or after which its data ended."""
+        """Announces in which batch this group is, or after which its data ended."""
         engine, exchange = self.fit.engine, self.fit.groups.topology.progress
         word = torch.tensor([batch, is_end], dtype=torch.int64).view(torch.uint8)
         posted = exchange.post([word] * exchange.num_groups)

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(IntFlag):
-    """What can be asked for. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
+    """The requests. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
 
     TERMINATE = 1
     TIME_LIMIT = 2

@@ -37,7 +37,7 @@ class HostName(NamedTuple):
     name: str
     first: str = OLDEST
     without: str = ""
-    """What a run is without a name that it does not need; empty for one that it does."""
+    """What a run lacks without an optional name; empty for a required one."""
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"

@@ -362,7 +362,7 @@ _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Is what Lightning and users expect of a wrapped model, and hands every call on to the module."""
+    """Has what Lightning and users expect of a wrapped model, and forwards every call to the module."""
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)

@@ -623,7 +623,7 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
 
 
 ENOUGH_ROUNDS = 10
-"""With fewer rounds in a fit there is a warning."""
+"""A fit with fewer rounds gets a warning."""
 
 # The first inner steps are slow for other reasons.
 _FIRST, _LAST = 3, 10
@@ -633,7 +633,7 @@ _LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
 
 
 class Announcement:
-    """Says at the start what trains, and after ten inner steps how fast."""
+    """Announces at the start what trains, and after ten inner steps how fast."""
 
     def __init__(self, engine: StreamingDiLoCo, environment: Any = None) -> None:
         self._engine, self._environment = engine, environment

@@ -42,7 +42,7 @@ class Results:
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
     other: Summary | None = None
-    """Of a fit that ran in other processes."""
+    """Results of a fit that ran in other processes."""
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:

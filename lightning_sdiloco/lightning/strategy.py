@@ -233,7 +233,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
+        """What the planner measured to choose the ``"auto"`` settings; None if it chose none here."""
         return self.results.options.measured
 
     # What launcher, checkpoints and loops read

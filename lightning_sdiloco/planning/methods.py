@@ -180,7 +180,7 @@ class Streaming:
 
     @cached_property
     def memory(self) -> Memory:
-        """What it takes; ``offload="auto"`` means what it means on CUDA."""
+        """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
         gathered, offloads = FLOAT32 if self.groups.group_size > 1 else 0, self.settings.outer.offload is not False
         of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
@@ -456,7 +456,7 @@ class _Play:
             self.landed.append(self._groups[0].clock)
 
     def _over_legs(self, fragment: int) -> tuple[list[float], float, float]:
-        """Lets all groups average, and returns when each has the messages, and what a second hop and its way take.
+        """Averages all groups; returns when each has the messages, and what a second hop and its way take.
 
         Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
         slowest link among them.

@@ -169,7 +169,7 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """What two shots take over the link of each group; all lists are in the order of the groups."""
+    """Bytes and seconds of two shots on each group's link; all lists are in the order of the groups."""
 
     links: tuple[float, ...]
     shares: tuple[float, ...]

@@ -180,7 +180,7 @@ class _Parser(ArgumentParser):
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Says in few words what is wrong, and what was perhaps meant."""
+        """Prints in few words what is wrong, and what was perhaps meant."""
         known = [action.dest for action in self._actions]
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         # A command that has settings has imported them, and with them torch.

@@ -160,7 +160,7 @@ def time_on_link(row: dict[str, Any]) -> str:
 
 
 def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Says what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
+    """Returns what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss, perplexity = 100 * abs(nats) / ddp["val_loss"], 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")

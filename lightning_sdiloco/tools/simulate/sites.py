@@ -24,7 +24,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """Where worker groups or sites train: their links and speeds, and when each is away; each in their order."""
+    """The conditions of worker groups or sites: links, speeds, and when each is away; each in their order."""
 
     link: Link | None = None
     step_time: float | None = None

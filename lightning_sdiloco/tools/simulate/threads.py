@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[dict[str, Any], int]
-"""What there is once in a process: random numbers, and the rank."""
+"""What a process has only once: random numbers, and the rank."""
 
 
 def _restore(state: _State) -> None:
