@@ -218,8 +218,8 @@ KEPT = Threshold(1 / 16, Int2(), every=3)
 TWO_SHOT = {"exchange": "two_shot"}
 SCHEDULE = "^outer_optimizer.lr_schedule .*"
 CHOICES: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": 3}, "schedule=3 is no LaunchSchedule"),
-    ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
+    ({"schedule": 3}, "schedule=3 is not a LaunchSchedule"),
+    ({"weighing": "by_norm"}, "weighing='by_norm' is not a Weighing"),
     ({"schedule": NoDataclass()}, "frozen dataclass"),
     ({"weighing": ByNorm(), **CLIP}, "together with clip_norm"),
     ({"weighing": ZScore(), **GUARD}, "together with outlier_guard"),
@@ -239,7 +239,7 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders")), **TWO_SHOT}, "'two_shot' .*=ErrorFeedback"),
 ]
 FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
-    ({"route": 3}, "route=3 is no Route"),
+    ({"route": 3}, "route=3 is not a Route"),
     ({"route": Halves()}, "frozen dataclass"),
     (TWO_SHOT, "exchange='two_shot' does not work with route"),
     ({"schedule": Selective()}, "schedule=.* does not work with route"),
@@ -249,7 +249,7 @@ FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"compression": "fp4"}, "loses"),
     ({"compression": "sparse"}, "must send each other the same values"),
     ({"route": Ring(), "outer_lr": 0.4}, "momentum replaces the outer step"),
-    ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, and there are 5"),
+    ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, but there are 5"),
 ]
 FOR_SITES: dict[str, list[Any]] = {"schedule": [Selective(), Rarer()], "mixing": [Carry(), DelayCompensation()]}
 FOR_SITES |= {"weighing": [ByNorm(), ZScore(), ByMedian(), Loudest()]}
@@ -561,7 +561,7 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
         assert len(told) == is_bad, choices
         suits = recommended(is_sparse=True)._replace(**({"outer_lr": 1.0} if choices.get("compression") else {}))
         for message in told:
-            assert f"chooses outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
+            assert f"to get outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
 
 
 def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_a_hub_that_is_killed_goes_on_with_what_its_operator_has_amended_who_end
     cases = [
         (["amend", "--lease=-1", *world.asked("boss")], "lease is not a finite number"),
         (["amend", "--quorum=0", *world.asked("boss")], "quorum=0 is out of range"),
-        (["amend", *world.asked("boss")], "Say what"),
+        (["amend", *world.asked("boss")], "Give at least one change"),
         (["amend", "--grace=1", *world.asked("viewer")], "may not call amend"),
         (["end", *world.asked("viewer")], "a reader may not call end"),
     ]
@@ -280,7 +280,7 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
     assert "handshake" in told["hub"]["found"].lower()
     assert "another authority" in told["hub"]["fix"]
     told = examined("--keys", str(world.keys / "a.bundle"), "--run", "run-2", code=1)
-    assert "These keys are for run 'run-1', and not for run='run-2'" in told["findings"][-1]["found"]
+    assert "These keys are for run 'run-1', not for run='run-2'" in told["findings"][-1]["found"]
     told = examined("--insecure", "--run", RUN, code=1)
     assert "a hub with keys refuses calls without" in told["hub"]["fix"]
     world.join("a")
@@ -315,4 +315,4 @@ def test_the_doctor_says_who_this_is_how_far_the_hub_is_what_the_run_is_and_what
         told = examined("--insecure", "--run", "run-2", code=1, port=service.port)
     finally:
         service.close()
-    assert "this hub serves run 'run-1', and not 'run-2'" in told["hub"]["found"]
+    assert "this hub serves run 'run-1', not 'run-2'" in told["hub"]["found"]

@@ -207,7 +207,7 @@ def test_the_commands_make_keys_and_refuse(keys: Path, tmp_path: Path) -> None:
     assert load(folder, "site-b").identity.run == UNBOUND
     assert load(folder, "hub").bound("llm-7b").identity == Identity("llm-7b", "hub", "hub")
     load(folder, "site-b").bound("llm-7b")
-    with pytest.raises(ValueError, match="for run 'llm-7b', and not for run='other'"):
+    with pytest.raises(ValueError, match="for run 'llm-7b', not for run='other'"):
         load(folder, "hub").bound("other")
     told("keys", "add", folder, "site-c")
     assert load(folder, "site-c").identity.run == "llm-7b"
@@ -242,8 +242,8 @@ def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(keys: Path
     refused: tuple[tuple[Any, str, dict[str, Any], str], ...] = (
         (HubClient, "site-a", {}, neither),
         (HubClient, "site-a", {"keys": keys, "insecure": True}, neither),
-        (HubClient, "site-a", {"keys": keys / "site-b.bundle"}, "those of site 'site-b', and not of 'site-a'"),
-        (HubClient, "hub", {"keys": others}, "for run 'other-run', and not for run="),
+        (HubClient, "site-a", {"keys": keys / "site-b.bundle"}, "belong to site 'site-b', not to 'site-a'"),
+        (HubClient, "hub", {"keys": others}, "for run 'other-run', not for run="),
         (HubClient, "late", {"keys": add_keys(keys, "late", days=-1)}, "expired on"),
         (HubClient, "site-a", {"keys": half}, "is not a bundle"),
         (HubClient, "site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),

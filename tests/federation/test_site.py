@@ -800,8 +800,8 @@ def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lea
         ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
         ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
         ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
-        ({"insecure": False, "keys": bundle}, "The keys are those of site 'b', and not of 'a'"),
-        ({**of_b, "run": "other"}, "These keys are for run 'run', and not for run='other'"),
+        ({"insecure": False, "keys": bundle}, "The keys belong to site 'b', not to 'a'"),
+        ({**of_b, "run": "other"}, "These keys are for run 'run', not for run='other'"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             Federation(**{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given})

@@ -178,7 +178,7 @@ def test_a_member_speaks_for_itself_for_its_run_with_its_key_and_this_version(se
     ):
         with pytest.raises(Denied, match="site 'site-a' cannot speak for 'site-b'"):
             say()
-    with pytest.raises(Denied, match="serves run 'run-1', and not 'run-2'"):
+    with pytest.raises(Denied, match="serves run 'run-1', not 'run-2'"):
         claiming(served, run="run-2").call("ping")
     # The same authority, and a certificate for another run.
     other = tmp_path / "keys"

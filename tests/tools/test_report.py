@@ -138,7 +138,7 @@ def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
         assert words in verdict.sentences[0]
     nothing, untold, link, slower = (verdicts[name] for name in ("nothing", "untold", "link", "slower"))
     assert (nothing.advice, nothing.utilisation) == (None, 1)
-    words = "Of all outer gradients 1 were left out of a mean because they were not finite, and 0"
+    words = "Of all outer gradients, 1 were left out of a mean because they were not finite, and 0"
     assert any(text.startswith(words) for text in nothing.sentences)
     assert (untold.link, untold.advice) == (None, None)
     assert "bit/s" not in " ".join(untold.sentences)
