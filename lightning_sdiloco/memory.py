@@ -86,7 +86,7 @@ class _Spares:
                 best = min(fitting, key=len, default=None)
                 self._pages = [pages for pages in self._pages if pages is not best]
                 return best
-            # What is not asked for goes, and what would make all pages more than were ever in use: the oldest first.
+            # Pages that are not asked for go, and those beyond the most ever in use: the oldest first.
             asked = sum(list(self._asked.values()))
             excess = sum(map(len, self._pages)) - min(asked, self._most - self._in_use)
             while excess > 0 and self._pages:

@@ -132,7 +132,7 @@ class Ring(Route):
                 " is a neighbour of all others, and there is nothing to accelerate. Choose Ring(accelerated=False), or"
                 " leave route out."
             )
-        # Of the Laplacian of the ring, each edge of which is used in every other round: 1 over its least eigenvalue
+        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least eigenvalue
         # above 0, and half of the largest resistance of an edge.
         slowness, resistance = 1 / (1 - cos(2 * pi / groups)), (groups - 1) / groups
         return Momentum(rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance))
@@ -331,7 +331,7 @@ def take(
     pulled = own - mean
     if momentum is None or brought.twin is None:
         return Taken(brought.gradient + pulled, None)
-    # Of a pair, half of the difference is where the mean is.
+    # In a pair, the mean is half of the difference away.
     return Taken(brought.gradient + pulled, brought.twin - 2 * momentum.pull * pulled)
 
 

@@ -220,7 +220,7 @@ def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[floa
 
     Args:
         who: Whose outer gradient.
-        norms: The norms of those that could count in a round.
+        norms: The norms of all that could count in a round.
         past: The last norms of each, at most eight.
     """
     own, others = past.get(who, ()), [norm for other, norm in norms.items() if other != who]

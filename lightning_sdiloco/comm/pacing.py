@@ -158,7 +158,7 @@ class Pace:
             lost -= min(one.lost for one in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
-            # What is too high at first costs less than what is too low: it is as if nothing were paced. After a loss
+            # A first rate that is too high costs less than one too low: it is as if nothing were paced. After a loss
             # connections may end at a fraction of their speed.
             first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             self.bytes_per_s = first if too_fast else None

@@ -200,7 +200,7 @@ class Topology:
         rank = dist.get_rank()
         gloo = SharedGloo(dist.group.WORLD)
         shared = gloo if world().is_on_host else None
-        # A rank that is a group by itself has a process group for those who ask for one, and sends nothing in it.
+        # A rank that is a group by itself has a process group for callers that ask for one, and sends nothing in it.
         in_group_backend = shared if layout.group_size == 1 else None
         in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), in_group_backend, timeout))
         if layout.worker_groups == 1 and not in_group.is_on_host:

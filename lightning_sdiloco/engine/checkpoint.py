@@ -395,7 +395,7 @@ def read_own(
     try:
         own = _read_own(path, read().get(KEY), topology, settings, len(inner_optimizers))
     except Exception as error:
-        # Of any error, because the other ranks would wait for this one.
+        # Any error, because the other ranks would wait for this one.
         refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:

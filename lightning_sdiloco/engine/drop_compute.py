@@ -115,7 +115,7 @@ class DroppingLoader:
             if self._position % self.drop.micro_batches == 0 or not began:
                 if self._measures and row:
                     self._note([*row, now - began])
-                # What is chosen takes its time, and the others are waited for.
+                # Choosing takes time, and so does waiting for the others.
                 began, row, self.trained = self._clock(), [], 0
             else:
                 row.append(now - began)

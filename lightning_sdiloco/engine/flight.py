@@ -82,7 +82,7 @@ class Synchronizer:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
         fragment, topology, spans = self._fragments[launch.fragment], self._topology, dict[str, Span]()
         is_round, device = launch.purpose is Purpose.ROUND, launch.gradient.device
-        # What is no outer step makes up for no earlier loss: it takes no memory along, and leaves none.
+        # Other means than an outer step make up for no earlier loss: they use no memory, and leave none.
         memory, tuning = (fragment.load(fragment.memory), fragment.load(fragment.tuning)) if is_round else (None, None)
 
         # Line 7: compress the outer gradient and send it, behind what goes with it.
@@ -150,7 +150,7 @@ class Synchronizer:
             on_link_s += on_link(posted_at, began, posted_at, arrived[0], 0.0)
             sent, received = sent + sent_on, received + received_on
             mean, residual = all_reduce.assemble(payloads, like=launch.gradient), hop.residual
-            # What has travelled goes before the outer step makes what is new.
+            # Received messages are freed before the outer step makes new tensors.
             del payloads, hop
             posts.clear()
         if is_spoilt:
@@ -314,7 +314,7 @@ class Synchronizer:
                 f" ({told}). If training went on, they would drift apart unnoticed. Resume all groups from one"
                 " checkpoint."
             )
-        # Of a leg without finite values, each group goes back to its own outer parameters.
+        # In a leg without finite values, each group goes back to its own outer parameters.
         if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):
             raise AgreementError(
                 f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
@@ -331,7 +331,7 @@ def _messages(payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[
             parts = [one, *tail]
             whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
             messages[id(one)] = torch.cat(parts, out=whole)
-    # Nothing goes to those who are no partners, and nothing comes from them.
+    # Groups that are not partners exchange nothing.
     return [messages[id(one)][: 0 if leg and group not in leg else None] for group, one in enumerate(payloads)]
 
 
@@ -386,7 +386,7 @@ def mean_of_buffers(
     means, left_out, sizes = list[Tensor](), dict[str, str](), [one.numel() for one in outer.values()]
     for own, (name, before) in zip(rows.split(sizes, dim=1), outer.items(), strict=True):
         finite = own.isfinite().all(dim=1).tolist()
-        # What is infinite by design, as a mask may be, is so everywhere.
+        # A value that is infinite by design, such as a mask's, is so everywhere.
         if any(finite) or bool(before.isfinite().all()):
             left_out |= {who: name for who, is_finite in zip(tails, finite, strict=True) if not is_finite}
         means.append(finite_mean(own, before.flatten() if keeps else None))
@@ -578,7 +578,7 @@ class _Inline(Pending[Result]):
 
     @torch.no_grad()
     def result(self) -> Result:
-        # What a group averages others need before they go on.
+        # Others need what a group averages before they go on.
         for pending in self._together:
             if pending._is_first:
                 pending._is_first = False
@@ -608,7 +608,7 @@ def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int
     )
 
 
-# What is measured
+# Measurements
 
 
 class StepClock:

@@ -17,7 +17,7 @@ outer.state        (length,)    storage     State of the outer optimizer. What i
 buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
 memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
                                             until there is some. Each group has its own.
-tuning             (1+blocks,)  storage     What the compression takes over from earlier launches besides, such as
+tuning             (1+blocks,)  storage     What else the compression takes over from earlier launches, such as
                                             thresholds; None until there is some. Each group has its own.
 residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
                                             is some. Each group has its own.

@@ -215,7 +215,7 @@ class ShardOptimizer:
                 else copy.deepcopy(kept)
                 for key, kept in before.items()
             }
-            # One copy serves all stretches: the allocator of the host would hold many of those that come and go.
+            # One copy serves all stretches: the host's allocator would hold many short-lived ones.
             if scratch.numel() < where.stop - where.start:
                 scratch = new_vector(where.stop - where.start, values.device)
             copied = scratch[: where.stop - where.start].copy_(values[where])

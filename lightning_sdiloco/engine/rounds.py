@@ -161,7 +161,7 @@ class Rounds:
     def take_requests(self) -> int:
         """Returns what was requested since the last launch took it along."""
         taken = self.requests
-        # What a signal handler adds in the meantime stays.
+        # Requests that a signal handler adds in the meantime stay.
         self.requests &= ~taken
         return taken
 

@@ -121,7 +121,7 @@ class ShardSpec(NamedTuple):
         """Writes the values that the rank exchanges into the flat whole parameter."""
         if self.length:
             box = whole.view(self.shape)[self._indices()]
-            # What was picked by indices is a copy.
+            # Picking by indices makes a copy.
             box.view(-1)[self.first : self.first + self.length] = values
             whole.view(self.shape)[self._indices()] = box
 

@@ -100,7 +100,7 @@ class WorkerGroups:
 def topology_for(
     model: nn.Module, settings: Settings, worker_groups: int | str | WorkerGroups, topology: Topology | None
 ) -> Topology:
-    """Returns the worker groups of an engine: those that were given, or those that it makes."""
+    """Returns the worker groups of an engine: given ones, or new ones."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -371,7 +371,7 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 @torch.no_grad()
 def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
     """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
-    # All fragments of a round see the same learning rate, also those that are new.
+    # All fragments of a round see the same learning rate, new ones, too.
     rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
     for fragment in fragments:
         layout, known = fragment.layout, dict(outer.parameters)

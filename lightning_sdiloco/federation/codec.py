@@ -135,7 +135,7 @@ def read(hint: Any, value: Any, name: str) -> Any:
     if kind in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        # Of two types one is written as an object.
+        # One of two types is written as an object.
         others = [own for own in arguments if own is not NoneType]
         return read(
             next((own for own in others if is_dataclass(own) == isinstance(value, dict)), others[0]), value, name

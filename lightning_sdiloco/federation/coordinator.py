@@ -131,7 +131,7 @@ class Coordinator:
         self._snapshots: dict[str, Snapshot] = {}
         for name, text in journal.notes("snapshot/").items():
             self._snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
-        # Of each fragment the numbers of its records, and the keys of the payloads that those name.
+        # The numbers of each fragment's records, and the keys of the payloads that they name.
         self._numbers: list[array[int]] = []
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
         self._ledger = self._opened() if self.run_config else None
@@ -145,7 +145,7 @@ class Coordinator:
         self._copying, self._averaging = threading.Lock(), threading.Lock()
         self.backup_folder: Path | None = None
 
-    # What is durable
+    # Durable state
 
     def _opened(self) -> Ledger:
         assert self.run_config is not None, "the run has been founded"
@@ -549,7 +549,7 @@ class Coordinator:
         self._wake()
 
     def _hand_on(self) -> None:
-        """Hands states that were given, with all blobs in the store, to those who wanted them."""
+        """Hands given states, once all blobs are in the store, to the sites that wanted them."""
         for request in [one for one in self._requests.values() if one.given and self.holds(one.given[1])]:
             assert request.given is not None, "the request is complete"
             header, parts = request.given

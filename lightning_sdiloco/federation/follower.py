@@ -263,7 +263,7 @@ class Follower:
             own.digest = digest
 
     def hello(self, run: str) -> Hello:
-        """Returns what the site says when it comes. The hub sends all records after those that it has applied."""
+        """Returns the site's greeting. The hub sends all records after those that it has applied."""
         return Hello(run, self.site, self.incarnation, self._run_config, tuple(own.applied for own in self.fragments))
 
     def welcome(self, welcome: Welcome) -> list[int]:
@@ -408,7 +408,7 @@ class Follower:
     # Landing
 
     def due(self, step: int) -> list[Record]:
-        # Who trains no more has nothing to overlap with.
+        # A site that trains no more has nothing to overlap with.
         overlap, due = 0 if self._finishing else self.terms.overlap_steps, []
         for own in self.fragments:
             early = own.flight is not None and step < own.flight.launched_at + overlap and not own.is_overtaken

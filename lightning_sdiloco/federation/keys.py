@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """How it stands in a certificate, as a subject alternative name."""
+        """Its form in a certificate, as a subject alternative name."""
         return f"sdiloco://{self.run}/{self.role}/{self.name}"
 
     @classmethod
@@ -112,7 +112,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         raise ValueError(f"{folder} has keys already, and new ones would shut out their holders. Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of its certificate's nine uses: it signs certificates, and lists of those that were taken back.
+    # Of its certificate's nine uses: it signs certificates, and lists of revoked ones.
     uses = x509.KeyUsage(*[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False)
     extensions = {x509.BasicConstraints(ca=True, path_length=0): True, uses: True}
     key, certificate = _made(f"sdiloco {run or 'federation'}", days, extensions)
@@ -189,7 +189,7 @@ def _made(
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
+    """Revokes all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
     folder = Path(folder)
     before = _fingerprints(folder / "revoked", checked_name("name", name))
     taken = sorted(_fingerprints(folder / "issued", name) - before)
@@ -271,7 +271,7 @@ def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> B
     return bundle
 
 
-# Who asks a hub
+# Callers of a hub
 
 MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; a call that is not here is refused
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),

@@ -160,7 +160,7 @@ class Ledger:
         for own in (*last, *opened):
             self.members[own.site] = Member(own.incarnation, now + terms.lease, True, applied, connected=False)
 
-    # Who is there
+    # Sites
 
     def hello(self, hello: Hello, now: float) -> Welcome:
         member = self.members.get(hello.site)
@@ -221,7 +221,7 @@ class Ledger:
         """Returns the sites that could contribute: leases that are valid, and what they lack can be had."""
         return [site for site in self.present(now) if self.members[site].follows and self.behind(site) <= RETENTION]
 
-    # What is contributed
+    # Contributions
 
     def examine(self, own: Contribution, incarnation: str) -> Answer:
         """Returns the answer to a contribution, and changes nothing."""

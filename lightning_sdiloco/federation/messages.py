@@ -306,7 +306,7 @@ _KINDS: dict[str, type[Said]] = {
     "state": StateOffered,
 }
 
-# What a site hears, by name, for its other ranks.
+# The events of a site, by name, for its other ranks.
 TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
 

@@ -45,7 +45,7 @@ _AGAIN = 1.0  # seconds after which a state is asked for again
 _FIRST = 60.0  # seconds after which a hub that was never there is given up
 _LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
 _UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
-# What is small does not wait behind what is large, nor a state behind payloads, nor a word for a hub that is gone.
+# Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub that is gone.
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
 
 
@@ -421,7 +421,7 @@ class HubConnection:
                     self._waiting.clear()
                     outstanding = [own for own, _ in self._outbox.values()]
                 self._put(said)
-                # What is being tried again goes on at once.
+                # Pending retries run at once.
                 before, self._nudge = self._nudge, threading.Event()
                 before.set()
                 for own in outstanding:
@@ -439,7 +439,7 @@ class HubConnection:
                 self._put(said)
             case Lost():
                 self._let_in = self._asking = False
-                # What is being fetched may not come.
+                # Pending fetches may not arrive.
                 self._coming.clear()
                 if event.header.get("kind") == "Missing" and not self._rank:
                     # A hub that has lost its ledger knows nothing of the run.

@@ -29,7 +29,7 @@ _SIZES = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """Names a `Quorum`, as it stands in the run config: every hub of the run makes the same one of it."""
+    """Names a `Quorum` in the run config: every hub of the run makes the same one from it."""
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Any]

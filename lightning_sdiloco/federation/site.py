@@ -423,7 +423,7 @@ class FederatedWorld:
         launch = (wait[0], wait[0]) if launched is None else launched.flight.launched
         return completed(told, launch, wait, max(0.0, wait[1] - launch[1]), step)
 
-    # What is heard
+    # Incoming events
 
     def hear(self, requests: int = 0) -> int:
         """Takes what the connection has heard since the last time; says hello before."""

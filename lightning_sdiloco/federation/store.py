@@ -311,7 +311,7 @@ class BlobStore:
         self._stored[key] = time.monotonic()
 
     def retain(self, keys: Collection[str], age: float = 600.0) -> int:
-        """Drops all blobs but those named, and those that came lately: no record may name them yet."""
+        """Drops all blobs except the named ones and recent ones, which no record may name yet."""
         now, dropped = time.monotonic(), 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):

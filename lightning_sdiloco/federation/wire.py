@@ -43,7 +43,7 @@ class Missing(HubError):
 
 
 class Altered(HubError):
-    """Bytes are not those that their digest announced."""
+    """Bytes do not match their digest."""
 
 
 Failure = HubError | Refused  # what a call of a hub may raise

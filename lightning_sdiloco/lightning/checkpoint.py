@@ -171,7 +171,7 @@ class Checkpointer:
             """Reads on rank 0, for all: they may see different files."""
             if topology.rank:
                 return None
-            # What is in flight lands as it would have landed.
+            # Flights land as they would have landed.
             before = settings.taken_from(header["settings"])
             same_optimizer = header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
             return restart_from(files.read_groups(path, header), before if same_optimizer else None)
@@ -414,7 +414,7 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
 
 # Metrics
 
-# What a metric has beside its own states.
+# What a metric has apart from its own states.
 _BESIDE = ("_update_count", "_forward_cache")
 
 

@@ -10,7 +10,7 @@ not wait for others, so there is none unless Lightning's loop has decided to val
 batch in all groups, and all ranks have something to validate with. All ranks call ``trainer.save_checkpoint``, but a
 rank that ends with an exception waits for no other, and a signal leaves no time: then, and if a caller asks for a
 ``state_dict`` alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so that
-the best model is the one that was validated. What a fit resumes from lies beside it, and is the same as ever. On a
+the best model is the one that was validated. What a fit resumes from lies beside it, unchanged. On a
 route on which groups hold their own outer parameters, every validation and every checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch ends. There it holds

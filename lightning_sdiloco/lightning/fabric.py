@@ -196,7 +196,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             # It was not set up with this strategy, so it is none of ours.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
-        # What a fixed world sends is not what a site does.
+        # A fixed world does not send what a site sends.
         if self._announcement is None and engine.site is None:
             self._announcement = Announcement(engine)
         if engine.is_finished:

@@ -207,7 +207,7 @@ class Fit(FitState):
     def end_batch(self, batch: Any) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped, or would have; returns what landed."""
         self.watch.end()
-        # What was agreed on after the last inner step has been done.
+        # All that was agreed on after the last inner step is done.
         self.requests.agreed_now, self.landed = 0, False
         engine = self.engine
         if batch is not None:

@@ -129,7 +129,7 @@ class Signals:
 
     @property
     def received(self) -> int:
-        # Of a copy: another one may come meanwhile.
+        # From a copy: another one may come meanwhile.
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:

@@ -50,7 +50,7 @@ class HostName(NamedTuple):
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
-# What is used, patched, overridden or set, and what rests on it.
+# Names that are used, patched, overridden or set, and what depends on them.
 _NEEDED: dict[str, tuple[str, ...]] = {
     # Where a fit begins and is saved, what its loaders are, and which hook runs.
     "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),

@@ -1,6 +1,6 @@
 """How the ranks of a worker group hold the model: each the whole of it, or each a part.
 
-All that depends on this stands here: the arguments of Lightning's strategy, the shape of a group, the wrapped model,
+All that depends on this is here: the arguments of Lightning's strategy, the shape of a group, the wrapped model,
 and how model and inner optimizers go into checkpoints and come back.
 
 [Note: sharded folders] Only the first worker group writes: all groups hold the same outer model, and its inner
@@ -334,7 +334,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         save_folder(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
             torch.save(metadata, part / _METADATA)
-            # What was there stays beside it until the new one is in its place.
+            # The old one stays beside it until the new one is in place.
             _remove(before)
             if path.exists():
                 os.replace(path, before)

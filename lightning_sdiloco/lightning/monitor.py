@@ -363,7 +363,7 @@ class StreamingDiLoCoMonitorMixin:
             return round(self._ahead + moments, 6) if isinstance(moments, float) else list(map(on_clock, moments))
 
         told |= {name: on_clock(told[name]) for name in ("time", "done", "span", "spans") if name in told}
-        # What was here before the start may end within a line.
+        # An older file may end within a line.
         begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
             self._file.write(f"{begins}{json.dumps({'kind': kind, **told})}\n")

@@ -80,7 +80,7 @@ class LauncherMixin(_Base):
     _strategy: Any
     # A string: where processes do not inherit it, it is pickled with the launcher.
     _folder: str
-    # What a forked process listens to, in place of the handler that it inherits.
+    # The signal handler of a forked process, instead of the inherited one.
     _inherited: Any = None
 
     @override

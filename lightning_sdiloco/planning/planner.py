@@ -141,7 +141,7 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
     bytes_in, largest = groups.groups * sum(payloads), max(payloads)
     bytes_out = groups.others * bytes_in
-    # What a round keeps the hub busy for, however often there is one.
+    # Seconds for which a round keeps the hub busy, however often there is one.
     busy, way = bytes_out * 8e-9 / gbit_s, hub_link(link, groups.groups, gbit_s)
     # From when all sites launch until each has the payloads of all.
     flight = groups.groups * largest * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip

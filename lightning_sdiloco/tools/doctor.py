@@ -239,7 +239,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# What is found
+# Findings
 
 
 def findings(seen: Examined) -> list[Finding]:
@@ -279,7 +279,7 @@ def _rank(rank: int, seen: Examined) -> str:
 def _of_machines(seen: Examined) -> Iterator[Finding]:
     hosts = [one.host for one in seen.endpoints]
     needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
-    # Of each kind the worst or first is told: the others have the same remedy.
+    # Of each kind only the worst or first is shown: the others have the same remedy.
     few = {rank: machine["files"] for rank, machine in enumerate(seen.machines) if 0 <= machine["files"] < needed}
     if few:
         rank = min(few, key=lambda rank: few[rank])

@@ -143,7 +143,7 @@ def advise(run: Run, link: Link) -> Advice | None:
     model = Model(parameters, tuple(numel for numel, _ in sizes.values()))
     groups = _groups(run, model, settings)
 
-    # One of them changed, those that change training least first.
+    # One of them changed, starting with those that change training least.
     every, overlap_steps = settings.sync_every, settings.overlap_steps
     changed = [replace(settings, overlap_steps=more) for more in OVERLAP_STEPS if overlap_steps < more < every]
     if settings.exchange != "auto":

@@ -404,7 +404,11 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
     ):
         with pytest.raises(Refused, match=words):
             careful.agree("a", run_config_of(quorum))
-    for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "not a Quorum")):
+    for path, words in (
+        ("nowhere.Core", "cannot be imported"),
+        ("Core", "dotted"),
+        ("json.JSONDecoder", "not a Quorum"),
+    ):
         with pytest.raises(ValueError, match=words):
             imported(path)
     backup, core = DynamicBackup(), Core(["a", "b"])

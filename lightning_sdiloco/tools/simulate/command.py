@@ -121,7 +121,7 @@ def simulate(
     return _worker_groups(configuration, runs, each, places, picture, json)
 
 
-# What is run
+# Running
 
 
 _GROUPS, _METHOD = "groups", "method"
@@ -379,7 +379,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     return told
 
 
-# What is printed
+# Printing
 
 _WIDTH = 110
 _MOST_VALIDATIONS = 10

@@ -66,7 +66,7 @@ class SimulatedRank(NamedTuple):
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    step_time: float = 0.0  # seconds that the group says an inner step takes; 0 for those that it takes here
+    step_time: float = 0.0  # seconds of an inner step, as the group announces them; 0: as measured here
     connection: Any = None  # of a site
 
     @property
@@ -498,7 +498,7 @@ def check(
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # What is given by the path of a class is not made yet, and what is "auto" is chosen in the run.
+    # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
     made: dict[str, Any] = {
         name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None) and own != AUTO
     }
