@@ -182,7 +182,7 @@ def test_the_table_and_a_prometheus_server_tell_what_the_status_says_and_a_stran
     post = b"POST /metrics HTTP/1.0\r\nContent-Length: 3\r\n\r\nend"
     strangers = (b"GET /evict?who=a HTTP/1.0\r\n\r\n", post, random.randbytes(4096))
     assert 'sdiloco_missing_sites{run="llm"} 2.0' in scraped(FOUNDING, *strangers)
-    with pytest.raises(ValueError, match="no address"):
+    with pytest.raises(ValueError, match="not an address"):
         MetricsServer("9400", lambda: STATUS, lambda: True)
 
 

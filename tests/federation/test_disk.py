@@ -114,7 +114,7 @@ def test_a_blob_comes_back_under_its_digest_until_it_is_dropped(store: BlobStore
     with pytest.raises(Refused, match="too large"):
         store.put(bytes(LARGEST + 1))
     for key in ("../../etc/passwd", "A" * 64, "", "0" * 65):
-        with pytest.raises(Malformed, match="no key"):
+        with pytest.raises(Malformed, match="not a key"):
             store.get(key)
     # What is named, or new, is retained.
     assert store.retain(keys[:1]) == 0
@@ -248,7 +248,7 @@ def test_keys_that_do_not_fit_are_refused_before_a_connection_is_made(keys: Path
         (HubClient, "site-a", {"keys": half}, "is not a bundle"),
         (HubClient, "site-a", {"keys": tmp_path / "nothing.bundle"}, "There are no keys at"),
         (Hub, "", {}, neither),
-        (Hub, "", {"keys": keys / "site-a.bundle"}, "those of site 'site-a', and a hub needs its own"),
+        (Hub, "", {"keys": keys / "site-a.bundle"}, "belong to site 'site-a', but a hub needs its own"),
     )
     for kind, name, options, words in refused:
         with pytest.raises(ValueError, match=words):

@@ -60,7 +60,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, ca
     joiner = world.join("c", seed=5)
     world.run(lambda: joiner.counted >= 2)
     assert joiner.states == ["a"]
-    assert [caplog.messages.count(word) for word in ("b has joined", "b has gone", "c has joined")] == [1, 1, 1]
+    assert [caplog.messages.count(word) for word in ("b has joined", "b has left", "c has joined")] == [1, 1, 1]
     require_agreement(world.sites.values())
     status = world.status()
     assert [status["sites"][name]["state"] for name in "ab"] == ["follows", "gone"]
@@ -120,7 +120,7 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) 
         (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
         (lambda: stranger.send(b"{}", {"kind": "run_config"}), "runconfig lacks"),
         (lambda: stranger.call("contribute", {}, b"{}"), "contribution lacks"),
-        (lambda: stranger.call("contribute", {}, b"\xff" * 99), "no JSON"),
+        (lambda: stranger.call("contribute", {}, b"\xff" * 99), "not JSON"),
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
         (lambda: stranger.call("state", {"without": 3}), "without is not a list"),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),

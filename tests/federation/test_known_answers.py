@@ -501,7 +501,7 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
         made.learn(each)
         made.land(each, DIGEST, DIGEST)
     made.welcome(Welcome((RECORDS[2].position,), (1,)))
-    with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, and a has applied 3"):
+    with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, but a has applied 3"):
         made.welcome(Welcome((RECORDS[1].position,), (1,)))
     with pytest.raises(AgreementError, match="histories have parted"):
         made.welcome(Welcome((replace(RECORDS[2], final=True).position,), (1,)))

@@ -127,7 +127,7 @@ def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
     own = sites[0].fragments[0].flight.own
     blob = np.zeros(7, np.uint8).tobytes()
     sites[0].hub.store.put(blob)
-    with pytest.raises(Refused, match="have other sizes than those"):
+    with pytest.raises(Refused, match="do not have the sizes"):
         sites[0].hub.coordinator._require_size(replace(own, payloads=(Payload(key_of(blob), 7),)))
     sharded = patch.object(config, "ShardedLayout", WholeLayout)
     with sharded, pytest.raises(ValueError, match="sharded over the ranks"):

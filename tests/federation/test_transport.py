@@ -245,7 +245,7 @@ def test_a_blob_is_refused_by_what_is_announced_and_by_other_bytes_than_that(ser
         ({"size": 1 << 60}, "too large"),
         ({"size": -1}, "whole number"),
         ({"size": "7"}, "whole number"),
-        ({"key": "../../../etc/passwd"}, "no key"),
+        ({"key": "../../../etc/passwd"}, "not a key"),
         ({"about": [1]}, "JSON object"),
     ):
         with pytest.raises(Refused, match=told):
