@@ -257,7 +257,7 @@ class Absences:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
                 # A fragment that was launched before the group recovered reports the same event again. Launches come
-                # first in an inner step, so those of the step of the recovery do, too.
+                # first in an inner step, so fragments of the recovery's step do, too.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]

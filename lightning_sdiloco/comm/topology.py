@@ -294,7 +294,7 @@ def _exchanges(
         there = Connection.of_process()
         up, down = process_group(gloo), process_group(gloo)
         opened = Connection.of_process() - there
-        # More or fewer are not those of gloo alone, or gloo connects later: TCP then sends as it does.
+        # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own pace.
         pacing = Pacing(opened if len(opened) == 2 * (layout.worker_groups - 1) else set())
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
         first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))

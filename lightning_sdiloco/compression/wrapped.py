@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression, documented, forwarded
 
-# So many bytes in front of a payload of `ByLink` say which code it is in. What follows stays aligned.
+# Bytes before a payload of `ByLink` that name its code. What follows stays aligned.
 _HEAD_BYTES = 8
 
 

@@ -2,7 +2,7 @@
 
 [Note: read strictly] Text from the network or a disk is checked before it means anything: its size first, then every
 field by its type hint, and what that has in its `Annotated`. ``int`` takes whole numbers from 0 that fit into 64 bits,
-or those of a `range`; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
+or a `range`'s; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
 a pattern; ``tuple[X, ...]`` as many items as a number or a `range` says; a named tuple is a list of its fields, and a
 dataclass an object of them, which checks itself with ``__post_init__``. What is unknown, missing or said twice is
 refused by its name. Bytes are no JSON: they stand only in what ranks of one site pass on to each other.

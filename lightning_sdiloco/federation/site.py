@@ -146,7 +146,7 @@ class SharedConnection:
         return told, fetched, self.own.now()
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
-        """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
+        """Returns the background work that is ready at rank 0: the others wait a moment for theirs."""
         if not pending:
             return ()
         return set(self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0])
@@ -162,7 +162,7 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping[str, Tensor]]:
-    """Reads what of it this rank holds, perhaps at a site with another number of ranks. Nothing in it is executed."""
+    """Reads the part that this rank holds, perhaps at a site with another number of ranks. Executes nothing."""
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}

@@ -42,7 +42,7 @@ from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
 
-# For the gradients of a warm-up that nobody asked for training may wait for this share of the time, or for so many
+# Training may wait for the gradients of an automatically chosen warm-up for this share of the time, or for this many
 # seconds in an inner step.
 _MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 

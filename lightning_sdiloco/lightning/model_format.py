@@ -87,7 +87,7 @@ class WholeModel:
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns those of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
 
         Args:
             start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -209,7 +209,7 @@ class ShardedModel(WholeModel):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns those of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
 
         Args:
             data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the nodes of a group, or
