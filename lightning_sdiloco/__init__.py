@@ -94,7 +94,7 @@ _EXAMPLES = {
 
 
 class _IsAnExample(ImportError, ValueError):
-    """What was asked for is no part of the package: an import error, and a wrong value of a configuration."""
+    """A name is not part of the package: an import error, and a wrong value of a configuration."""
 
 
 register_when_imported()
@@ -111,7 +111,8 @@ if not TYPE_CHECKING:
         if name in _EXAMPLES:
             raise _IsAnExample(
                 f"lightning_sdiloco has no {name}: it is an example, not a part of the package. Copy"
-                f" examples/methods/{_EXAMPLES[name]} of the repository beside your script, and import it from there."
+                f" examples/methods/{_EXAMPLES[name]} from the repository next to your script, and import it from"
+                " there."
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

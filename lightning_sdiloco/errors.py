@@ -10,8 +10,8 @@ class AgreementError(RuntimeError):
 
 
 class Refused(ValueError):
-    """What was asked is not given, and why: it is not allowed, or does not fit. To ask again is of no use."""
+    """A request was refused, for the reason given: it is not allowed, or does not fit. Asking again does not help."""
 
 
 class Malformed(Refused):
-    """What was read is not what it should be: damaged, of another version, out of bounds, or never meant well."""
+    """What was read is not what it should be: damaged, of another version, out of bounds, or malicious."""

@@ -34,7 +34,7 @@ _DISTRIBUTION = Distribution(StreamingDiLoCoCallback, _Launcher, SIGTERMExceptio
 
 
 class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
-    """See `WorkerGroupStrategy` and `WholeModel`, of which this documentation is made."""
+    """Documented by `WorkerGroupStrategy` and `WholeModel`."""
 
     strategy_name = "streaming_diloco"
     distribution = _DISTRIBUTION
@@ -42,7 +42,7 @@ class StreamingDiLoCoStrategy(WorkerGroupStrategy, DDPStrategy):
 
 
 class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStrategy):
-    """See `WorkerGroupStrategy` and `ShardedModel`, of which this documentation is made."""
+    """Documented by `WorkerGroupStrategy` and `ShardedModel`."""
 
     strategy_name = "streaming_diloco_model_parallel"
     distribution = _DISTRIBUTION
@@ -50,6 +50,6 @@ class StreamingDiLoCoModelParallelStrategy(WorkerGroupStrategy, ModelParallelStr
 
 
 class StreamingDiLoCoFabricStrategy(FabricWorkerGroupStrategy, FabricDDPStrategy):
-    """See `FabricWorkerGroupStrategy`, of which this documentation is made."""
+    """Documented by `FabricWorkerGroupStrategy`."""
 
     strategy_name = "streaming_diloco"

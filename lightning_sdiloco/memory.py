@@ -1,7 +1,7 @@
 """Memory of long vectors that lives as long as a flight, and then serves the next one or goes back to the system.
 
 [Note: spare pages] The system zeroes a page before it gives it, which takes longer than most passes over what is then
-written there. So the pages that a flight leaves wait for the next one, as far as somebody asks for that with
+written there. So the pages that a flight leaves wait for the next one, as far as a caller asks for that with
 `SparePages`. Where the next flight needs other sizes, spare pages are given back as it takes new ones: all pages, spare
 ones included, are at no time more than were in use at another. What it is worth, in two processes of one machine:
 without it a launch and its landing take 1.6, 1.2 and 1.2 times as long with 0.5, 2.1 and 8.4 million parameters.
@@ -38,7 +38,7 @@ class SparePages:
 
 
 class _Spares:
-    """Lends pages, and keeps those that come back while somebody asks for it.
+    """Lends pages, and keeps returned ones while a caller asks for it.
 
     A finalizer may run wherever memory is allocated, also in here: who finds the lock taken leaves the pages alone.
     """
@@ -51,14 +51,14 @@ class _Spares:
         self._lock = threading.Lock()
 
     def ask(self, who: int, size: int) -> None:
-        """Notes how many bytes somebody asks to keep."""
+        """Notes how many bytes a caller asks to keep."""
         self._asked[who] = size
         if not size:
             del self._asked[who]
         self._change([])
 
     def lend(self, size: int) -> memoryview:
-        """Returns pages of at least so many bytes; they come back when nobody refers to them any more."""
+        """Returns pages of at least that many bytes; they come back when nothing refers to them any more."""
         pages = self._change([], size) or _new_pages(size)
         lent = memoryview(pages)
         self._lent[id(lent)] = len(pages)
@@ -86,7 +86,7 @@ class _Spares:
                 best = min(fitting, key=len, default=None)
                 self._pages = [pages for pages in self._pages if pages is not best]
                 return best
-            # What nobody asks for goes, and what would make all pages more than were ever in use: the oldest first.
+            # Pages that are not asked for go, and those beyond the most ever in use: the oldest first.
             asked = sum(list(self._asked.values()))
             excess = sum(map(len, self._pages)) - min(asked, self._most - self._in_use)
             while excess > 0 and self._pages:

@@ -41,9 +41,10 @@ class RayStreamingDiLoCoStrategy(StreamingDiLoCoStrategy, RayDDPStrategy):
         here, first = about.get_local_world_size(), about.get_world_rank() - about.get_local_rank()
         if about.get_world_size() % here or first != about.get_node_rank() * here:
             raise ValueError(
-                f"worker_groups='auto' makes a worker group of each node, and Ray has placed {here} of"
-                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other numbers elsewhere. Give"
-                " worker_groups a number, or have as many on every node by ScalingConfig(placement_strategy=...)."
+                f"worker_groups='auto' makes each node a worker group, but Ray has placed {here} of"
+                f" {about.get_world_size()} workers on node {about.get_node_rank()}, and other numbers elsewhere. Set"
+                " worker_groups to a number, or place equally many on every node with"
+                " ScalingConfig(placement_strategy=...)."
             )
         return int(about.get_world_size() // here)
 

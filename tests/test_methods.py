@@ -177,7 +177,7 @@ def test_who_averages_inside_is_warned_of_an_outer_momentum(caplog: pytest.LogCa
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             SimulatedGroups([model], [[GPA(model.parameters(), lr=0.1)]], outer_lr=1.0, outer_momentum=momentum)
-        assert ("GPA averages the steps" in caplog.text) is warns
+        assert ("GPA averages its steps" in caplog.text) is warns
 
 
 # Eager updates
@@ -329,10 +329,10 @@ def test_a_paced_loader_goes_on_where_it_was_and_auto_is_the_share_of_the_fastes
 
 
 def test_a_paced_loader_refuses_a_federation_and_a_step_what_is_no_number_of_micro_batches() -> None:
-    with pytest.raises(ValueError, match="does not go with a federation"):
+    with pytest.raises(ValueError, match="does not work with a federation"):
         Paced([]).follow(SimpleNamespace(site="berlin"))
     for micro_batches in (-1, 1.5):
-        with pytest.raises(ValueError, match=r"trained=.* is no number of micro-batches"):
+        with pytest.raises(ValueError, match=r"trained=.* is not a number of micro-batches"):
             StreamingDiLoCo(torch.nn.Linear(2, 2)).step(trained=micro_batches)
 
 
@@ -459,7 +459,7 @@ def test_drop_compute_refuses_what_cannot_be() -> None:
         (lambda: DropCompute(2, budget=-1.0), "budget=-1.0 is out of range"),
         (lambda: DropCompute(2, most_dropped=1.0), "most_dropped=1.0 is out of range"),
         (lambda: DropCompute(2)(iter([1])), "needs a loader with a length"),
-        (lambda: DropCompute(2)([1]).follow(engine), "does not go with SyncBatchNorm"),
+        (lambda: DropCompute(2)([1]).follow(engine), "does not work with SyncBatchNorm"),
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -43,7 +43,7 @@ class Paced:
 
     def follow(self, engine: StreamingDiLoCo) -> Paced:
         if engine.site is not None:
-            raise ValueError("Paced does not go with a federation: a site goes at its own speed, and nobody waits.")
+            raise ValueError("Paced does not work with a federation: a site goes at its own speed, and nobody waits.")
         self.engine = engine
         return self
 

@@ -54,7 +54,7 @@ def recommended(is_sparse: bool = False, over_senders: bool = False, least: floa
     momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
     that all that a group moves is progress: the smaller of these two numbers is `least`.
 
-    Where each group sends few values of its own choice (sparse) and the others wait in its error feedback, that is a
+    If each group chooses the few values it sends (sparse) and the others wait in its error feedback, that is a
     momentum already, so there is no other one. The mean divides by all groups what one of them has sent, and the
     progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
     alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
@@ -99,12 +99,12 @@ _FEWEST_WARMUP_STEPS = 10
 # Values by whose payloads the sizes of compressions are compared.
 _MANY = 1 << 12
 
-# What does not go with a route on which each group holds outer parameters of its own, and why.
+# What does not work with a route on which each group holds its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
-    "schedule": "it hears of all groups, and here partners alone know of each other",
+    "schedule": "it needs to hear of all groups, but here only partners know of each other",
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
-    "clip_norm": "where a group is cannot be clipped",
-    "outlier_guard": "partners alone know of each other's norms",
+    "clip_norm": "groups send where they are, which cannot be clipped",
+    "outlier_guard": "only partners know each other's norms",
 }
 
 _POLICIES = {"schedule": LaunchSchedule, "weighing": Weighing, "route": Route, "mixing": LandingRule}
@@ -115,16 +115,16 @@ class OuterOptimizer:
     """The outer step: its optimizer, and what happens to outer gradients before it and to outer state after it.
 
     Args:
-        make: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise. None:
-            Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
-        lr_schedule: From the optimizer to a torch scheduler, which counts the rounds of each fragment: its own outer
-            steps. None keeps the rate.
-        clip_norm: The outer gradient of a group that is longer is scaled down to this norm. None clips nothing.
-        outlier_guard: A group whose outer gradient is more than so many times as long as usual is left out of the
-            mean. Usual is the median of its last ones, or that of the other groups, whichever is longer. ``"auto"``:
-            10. None leaves out none.
-        offload: Whether outer parameters and outer momentum rest in page-locked memory of the host. ``"auto"``: where
-            the device is CUDA.
+        make: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works elementwise.
+            None: Nesterov SGD with ``outer_lr`` and ``outer_momentum``.
+        lr_schedule: A callable from the optimizer to a torch scheduler, which counts the rounds (outer steps) of each
+            fragment. None keeps the rate.
+        clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips nothing.
+        outlier_guard: A group is left out of the mean if its outer gradient is more than this many times as long as
+            usual. Usual is the median of its last ones, or of the other groups', whichever is longer. ``"auto"``: 10.
+            None leaves out none.
+        offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
+            devices.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -147,9 +147,9 @@ class OuterOptimizer:
             is_made = isinstance(self.make, Optimizer)
             raise ValueError(
                 f"outer_optimizer of type {type(self.make).__name__} is"
-                f" {'already an optimizer' if is_made else 'nothing that can be called'}: it must be a callable from"
-                " the flat float32 shards, which are known only when a fit starts, to a torch optimizer, or an"
-                " OuterOptimizer. Choose one such as functools.partial(torch.optim.SGD, lr=0.7)."
+                f" {'already an optimizer' if is_made else 'not callable'}: it must be a callable from the flat float32"
+                " shards, which are known only when a fit starts, to a torch optimizer, or an OuterOptimizer. Choose"
+                " one such as functools.partial(torch.optim.SGD, lr=0.7)."
             )
         norm, times, rests = self.clip_norm, self.outlier_guard, self.offload
         cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
@@ -157,7 +157,7 @@ class OuterOptimizer:
         _require(self, "lr_schedule", self.lr_schedule is None or callable(self.lr_schedule), says, cosine, Callable)
         # As for torch, inf measures norms and clips none.
         is_norm = norm in (None, math.inf) or (is_number(norm) and norm > 0)
-        usual = "the norms that are logged as sdiloco/outer_grad_norm tell what is usual"
+        usual = "sdiloco/outer_grad_norm in the logs shows the usual norms"
         _require(self, "clip_norm", is_norm, "it must be a number above 0, or None", usual)
         is_guard = times in (None, AUTO) or (is_number(times) and times > 1)
         usual = "5.0 leaves out what is five times as long as usual"
@@ -231,7 +231,7 @@ class Settings:
         is_mixing = kept == AUTO or isinstance(kept, LandingRule) or (is_number(kept) and 0 <= kept <= 1)
         _require(self, "mixing", is_mixing, "it must be between 0 and 1, 'auto', or a LandingRule")
         is_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
-        given = f"seconds={timeout}) is so many seconds" if is_number(timeout) else "minutes=30) is the default"
+        given = f"seconds={timeout}) is that number of seconds" if is_number(timeout) else "minutes=30) is the default"
         _require(self, "timeout", is_time, "it must be a positive timedelta", f"datetime.timedelta({given}", timedelta)
 
     def _check_outer_optimizer(self) -> None:
@@ -247,30 +247,30 @@ class Settings:
         for name, kind in _POLICIES.items():
             policy = getattr(self, name)
             if name != "mixing" and not (policy is None or isinstance(policy, kind)):
-                raise ValueError(f"{name}={policy!r} is no {kind.__name__}. Give one, or leave {name} out.")
+                raise ValueError(f"{name}={policy!r} is not a {kind.__name__}. Give one, or leave {name} out.")
             if isinstance(policy, kind) and not is_dataclass(policy):
                 raise ValueError(
-                    f"{name}={policy!r} is no dataclass, so ranks cannot tell whether all have the same one. Make"
+                    f"{name}={policy!r} is not a dataclass, so ranks cannot tell whether all have the same one. Make"
                     f" {type(policy).__name__} a frozen dataclass."
                 )
         both = [name for name in ("clip_norm", "outlier_guard") if getattr(self.outer, name) not in (None, AUTO)]
         if self.weighing is not None and both:
             raise ValueError(
-                f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which say"
-                f" how much a group counts too. Leave out {' and '.join(both)}, or weighing."
+                f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which"
+                f" also say how much a group counts. Leave out {' and '.join(both)}, or weighing."
             )
 
     def _check_gossip(self) -> None:
-        """Refuses what does not go with outer parameters of their own in every group."""
+        """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
             if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO):
                 raise ValueError(
-                    f"{name}={given!r} does not go with route={self.route!r}, on which each group holds outer"
-                    f" parameters of its own: {why}. Leave {name} out, or route."
+                    f"{name}={given!r} does not work with route={self.route!r}, on which each group holds its own outer"
+                    f" parameters: {why}. Leave {name} out, or route."
                 )
         if kind_and_backend(self.exchange)[0] not in ("auto", "gather"):
             raise ValueError(
-                f"exchange={self.exchange!r} does not go with route={self.route!r}: in a leg each group sends its"
+                f"exchange={self.exchange!r} does not work with route={self.route!r}: in a leg each group sends its"
                 " partners whole fragments, once. Leave exchange out."
             )
         check_compression(self.compression)
@@ -325,26 +325,26 @@ class Settings:
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
-        """Returns the settings for so many groups and rounds, with what `recommended` returns for ``"auto"``."""
+        """Returns the settings for a number of groups and rounds, with what `recommended` returns for ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
             wanted = {"outer_lr": 1, "outer_momentum": 0, "make": None, "lr_schedule": None}
             for name, own in wanted.items():
                 if (value := getattr(self if hasattr(self, name) else self.outer, name)) not in (AUTO, own):
                     raise ValueError(
-                        f"{name}={value!r} does not go with route={self.route!r}, whose momentum takes the place of an"
-                        f" outer step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
+                        f"{name}={value!r} does not work with route={self.route!r}, whose momentum replaces the outer"
+                        f" step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
                     )
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
             return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
-        # A schedule of its own decides when, and how often.
+        # A given schedule decides when, and how often.
         least = min(self.sync_every, rounds) if self.schedule is None else math.inf
         suits = recommended(is_sparse, self.codec.counts_senders(), least)
         return replace(self, **{name: getattr(suits, name) for name in self._left_open})
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
-        # A landing rule cannot be read from text: what is compared afterwards tells that it is another one.
+        # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
         return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
 
@@ -379,7 +379,7 @@ class Settings:
 
     @staticmethod
     def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-        """Tells in which settings a checkpoint differs from a run, in a sentence for each."""
+        """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
         different = [name for name in now if saved.get(name) != now[name]]
         return [f"{name} was {saved.get(name)}, now it is {now[name]}" for name in different]
 
@@ -393,21 +393,24 @@ class Settings:
 # The names of arguments
 
 _TOGETHER = (
-    "does not go with worker groups that are launched together: every launch waits for all of them, since a collective"
-    " ends with all or not at all. Launch each group as a site of a federation, which closes rounds without those who"
-    " are late: federation=Federation({name}=..., ...)"
+    "does not work with worker groups that are launched together: every launch waits for all of them, since a"
+    " collective ends with all or not at all. Launch each group as a site of a federation, which closes rounds without"
+    " sites that are late: federation=Federation({name}=..., ...)"
 )
 _INSTEAD = {
     "layers_per_fragment": (
         "fragments",
-        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a number of fragments,"
-        " which are balanced then",
+        "is part of fragments: give fragments='strided:{value}' or 'sequential:{value}', or a number of balanced"
+        " fragments",
     ),
     "outer_lr_schedule": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(lr_schedule=...)"),
     "outer_clip_norm": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(clip_norm={value})"),
     "outlier_guard": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(outlier_guard={value})"),
     "offload": ("outer_optimizer", "belongs to outer_optimizer: give OuterOptimizer(offload={value})"),
-    "final_sync": ("timeout", "is no choice: training always ends with the plain mean of the groups. Leave it out"),
+    "final_sync": (
+        "timeout",
+        "is not an argument: training always ends with the plain mean of the groups. Leave it out",
+    ),
     "exchange_backend": (
         "exchange",
         "is part of exchange: give exchange='auto:{value}', 'gather:{value}' or 'two_shot:{value}'",
@@ -420,7 +423,7 @@ _INSTEAD = {
     "quorum": ("federation", _TOGETHER),
     "grace": ("federation", _TOGETHER),
 }
-"""For arguments that were, and for those that belong elsewhere: the one to take, and what to write."""
+"""For former and misplaced arguments: the one to use, and what to write."""
 
 _SAME = {
     **dict.fromkeys(("H", "inner_steps"), "sync_every"),
@@ -430,7 +433,7 @@ _SAME = {
     **dict.fromkeys(("P", "num_fragments"), "fragments"),
     "outer_learning_rate": "outer_lr",
 }
-"""What the paper, and others who implement it, call an argument."""
+"""Names of arguments in the paper and in other implementations."""
 
 OTHER_NAMES = (*_INSTEAD, *_SAME)
 
@@ -448,13 +451,13 @@ def refuse_unknown(owner: str, known: Collection[str], given: Mapping[str, Any])
         taken, says = _INSTEAD.get(name, (_SAME.get(name), "is called {taken} here"))
         if taken in known:
             shown = value if value is None or isinstance(value, str | int | float) else "..."
-            says = "is no argument: leave it out" if value is None else says
+            says = "is not an argument: leave it out" if value is None else says
             instead.append(f"{name}={value!r} {says.format(name=name, value=shown, taken=taken)}.")
     if instead:
         raise ValueError(" ".join(instead))
     for name in unknown:
         close = get_close_matches(name, known, 1)
-        advice = f"Did you mean {close[0]}?" if close else f"help({owner}) lists those that it has."
+        advice = f"Did you mean {close[0]}?" if close else f"help({owner}) lists its arguments."
         raise TypeError(f"{owner} has no argument {name!r}. {advice}")
 
 
@@ -505,5 +508,5 @@ def fault_of(value: Any, must_be_whole: bool) -> str:
     if not math.isfinite(value):
         return "not finite"
     if must_be_whole and not is_whole(value):
-        return "no whole number" if value % 1 else "of type float, not a whole number"
+        return "not a whole number" if value % 1 else "of type float, not a whole number"
     return "out of range"

@@ -1,6 +1,6 @@
-"""With whom each group exchanges in a round, and what, where that is not with all others.
+"""Whom each group exchanges with in a round, and what, if that is not all others.
 
-[Note: gossip] On a route that does not share, each group holds outer parameters of its own. In a round the groups of a
+[Note: gossip] On a route that does not share, each group holds its own outer parameters. In a round the groups of a
 *leg*, two or three, tell each other where they are, and each makes its outer step with its outer parameters minus the
 mean of that as its outer gradient. Over all groups these outer gradients have the mean that they have when all
 exchange, so the mean of the outer parameters moves as there, for an outer optimizer that is linear in its gradients, as
@@ -38,16 +38,16 @@ Leg = tuple[int, ...]
 
 
 class Momentum(NamedTuple):
-    """Numbers of a momentum between rounds, that of A2CiD2: each group keeps a second vector beside its values."""
+    """Numbers of the momentum of A2CiD2 between rounds: each group keeps a second vector beside its values."""
 
     rate: float
     pull: float
 
 
 class Route(ABC):
-    """Decides with whom each group exchanges in a round.
+    """Decides whom each group exchanges with in a round.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. All groups must
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. All groups must
     decide alike, from the number of the round alone.
 
     Attributes:
@@ -73,7 +73,7 @@ class Route(ABC):
 
 @dataclass(frozen=True)
 class Everyone(Route):
-    """Lets all groups exchange with all others, as is done without a route."""
+    """All groups exchange with all others, as without a route."""
 
     shared = True
 
@@ -84,7 +84,7 @@ class Everyone(Route):
 
 @dataclass(frozen=True)
 class RandomPairs(Route):
-    """Lets chance make the pairs of each round, as NoLoCo does (arXiv 2506.10911).
+    """Pairs groups at random in each round, as NoLoCo does (arXiv 2506.10911).
 
     Args:
         seed: Other seeds make other pairs.
@@ -103,13 +103,13 @@ class RandomPairs(Route):
 
 @dataclass(frozen=True)
 class Ring(Route):
-    """Lets each group exchange with its two neighbours in turn, with the continuous momentum of A2CiD2.
+    """Each group exchanges with its two neighbours in turn, with the continuous momentum of A2CiD2.
 
-    The momentum is that of arXiv 2306.08289, with a round for the unit of its time. It takes the place of an outer
-    step: ``outer_lr`` is 1 and ``outer_momentum`` is 0.
+    The momentum is from arXiv 2306.08289, with a round as its unit of time. It replaces the outer step: ``outer_lr`` is
+    1 and ``outer_momentum`` is 0.
 
     Args:
-        accelerated: Whether there is a momentum. It takes four groups; see `Momentum`.
+        accelerated: Whether there is a momentum, which needs four groups; see `Momentum`.
 
     Examples:
         >>> Ring().legs(0, groups=6), Ring().legs(1, groups=6)
@@ -128,11 +128,11 @@ class Ring(Route):
             return None
         if groups < 4:
             raise ValueError(
-                f"route={self!r} was given, and there are {groups} worker groups: on a ring of fewer than 4 each group"
+                f"route={self!r} was given, but there are {groups} worker groups: on a ring of fewer than 4 each group"
                 " is a neighbour of all others, and there is nothing to accelerate. Choose Ring(accelerated=False), or"
                 " leave route out."
             )
-        # Of the Laplacian of the ring, each edge of which is used in every other round: 1 over its least eigenvalue
+        # For the Laplacian of the ring, whose edges are used in every other round: 1 over its least eigenvalue
         # above 0, and half of the largest resistance of an edge.
         slowness, resistance = 1 / (1 - cos(2 * pi / groups)), (groups - 1) / groups
         return Momentum(rate=0.5 / sqrt(slowness * resistance), pull=0.5 * sqrt(slowness / resistance))
@@ -140,20 +140,20 @@ class Ring(Route):
 
 @dataclass(frozen=True)
 class FastestPairs(Route):
-    """Lets groups exchange over fast links, in pairs that connect all every ``window`` rounds, as SAPS-PSGD does.
+    """Pairs groups over fast links, connecting all of them every ``window`` rounds, as SAPS-PSGD does.
 
-    See arXiv 2002.09692. Every ``window`` rounds, counted from the first, are planned together. Those before the last
-    have the fastest pairs that these rounds have not had yet, where the slowest pair counts first; the last one joins
-    what is not connected, over the fastest links that do so. Chance decides between links of one speed.
+    See arXiv 2002.09692. ``window`` rounds are planned together. All but the last take the fastest pairs that these
+    rounds have not had yet, judged by the slowest pair first; the last one joins what is not connected, over the
+    fastest links that do so. Chance decides between links of equal speed.
 
     Args:
-        speeds: Speed of the link of each group, in any unit; a pair has that of the slower one. Or, for each group,
-            those of its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
-        window: From 2 rounds on.
-        seed: Decides between links of one speed.
+        speeds: Speed of each group's link, in any unit; a pair has the slower one's. Or, for each group, the speeds of
+            its links to all groups. Without it all links are alike. ``sdiloco doctor`` measures links.
+        window: Rounds that are planned together, at least 2.
+        seed: Decides between links of equal speed.
 
     Raises:
-        ValueError: If something is out of its range.
+        ValueError: If an argument is out of range.
 
     Examples:
         >>> route = FastestPairs(speeds=(10, 10, 1, 1), window=2)
@@ -169,13 +169,13 @@ class FastestPairs(Route):
         if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
             raise ValueError(
                 f"window={self.window!r} is out of range: it must be a whole number of at least 2, since one round of"
-                " pairs connects nothing but them. 3 is the default."
+                " pairs connects only the pairs. 3 is the default."
             )
         # From YAML they come as lists. Their repr is compared.
         rows = tuple(tuple(row) if isinstance(row, Sequence) else row for row in self.speeds)
         if {len(row) if isinstance(row, tuple) else 0 for row in rows} not in (set(), {0}, {len(rows)}):
             raise ValueError(
-                f"speeds={self.speeds!r} has neither one number for each group, nor one row for each with a number for"
+                f"speeds={self.speeds!r} has neither one number per group, nor one row per group with a number for"
                 " each. Give one of these."
             )
         object.__setattr__(self, "speeds", rows)
@@ -186,8 +186,8 @@ class FastestPairs(Route):
     def legs(self, number: int, groups: int) -> Sequence[Leg]:
         if self.speeds and len(self.speeds) != groups:
             raise ValueError(
-                f"route={self!r} has the speeds of {len(self.speeds)} groups, and there are {groups}. Give those of"
-                " all, in their order."
+                f"route={self!r} has the speeds of {len(self.speeds)} groups, but there are {groups}. Give the speeds"
+                " of all, in their order."
             )
         block, place = divmod(number, self.window)
         return _planned(self, block, groups)[place]
@@ -235,7 +235,7 @@ class FastestPairs(Route):
 
 
 def in_pairs(order: Sequence[int]) -> Sequence[Leg]:
-    """Returns legs of groups that follow each other: pairs, the last of which has a third where one group is over."""
+    """Returns legs of groups that follow each other: pairs, and a third in the last if one group is left over."""
     starts = range(0, max(1, len(order) - 1), 2)
     return _rising([tuple(order[at:] if at == starts[-1] else order[at : at + 2]) for at in starts])
 
@@ -246,13 +246,13 @@ def check_legs(route: Route, groups: int) -> None:
         legs = route.legs(number, groups)
         if sorted(group for leg in legs for group in leg) != list(range(groups)):
             raise ValueError(
-                f"route={route!r} has the legs {tuple(legs)} in round {number}, and there are {groups} worker groups:"
-                " each must be in one leg. Correct its legs()."
+                f"route={route!r} has the legs {tuple(legs)} in round {number}, but there are {groups} worker groups:"
+                " each must be in exactly one leg. Correct its legs()."
             )
         if route.shared and len(legs) > 1:
             raise ValueError(
-                f"route={route!r} says that all groups hold the same outer parameters (shared), and has the legs"
-                f" {tuple(legs)} in round {number}: groups of different legs would part. Set shared to False."
+                f"route={route!r} says that all groups hold the same outer parameters (shared), but has the legs"
+                f" {tuple(legs)} in round {number}: groups of different legs would drift apart. Set shared to False."
             )
     route.momentum(groups)
 
@@ -331,18 +331,18 @@ def take(
     pulled = own - mean
     if momentum is None or brought.twin is None:
         return Taken(brought.gradient + pulled, None)
-    # Of a pair, half of the difference is where the mean is.
+    # In a pair, the mean is half of the difference away.
     return Taken(brought.gradient + pulled, brought.twin - 2 * momentum.pull * pulled)
 
 
 def check_compression(compression: str | Compression) -> None:
-    """Refuses a compression that does not suit a route on which groups hold outer parameters of their own."""
+    """Refuses a compression that does not suit a route on which groups hold their own outer parameters."""
     codec = resolve(compression)
-    advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), by which all send the same values."
+    advice = "Choose 'int8', 'bf16' or 'fp32', or RandomK(every, Int8()), with which all send the same values."
     if codec.remembers() or codec.chosen_share() < 1 or codec.varies():
         raise ValueError(
-            f"compression={compression!r} does not go with this route: partners must send each other the same values,"
-            f" whole, and this one lets each group choose, or remembers. {advice}"
+            f"compression={compression!r} does not work with this route: partners must send each other the same values,"
+            f" whole, but this one lets each group choose, or remembers. {advice}"
         )
     dense = codec.dense()
     values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
@@ -351,6 +351,6 @@ def check_compression(compression: str | Compression) -> None:
     lost = float((decoded - values).norm() / values.norm())
     if lost > _MOST_LOST:
         raise ValueError(
-            f"compression={compression!r} loses {lost:.0%} of what it encodes, and on this route groups send how far"
+            f"compression={compression!r} loses {lost:.0%} of what it encodes, but on this route groups send how far"
             f" they are from where the rounds began, which may lose {_MOST_LOST:.0%} at most. {advice}"
         )

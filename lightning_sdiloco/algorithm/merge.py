@@ -12,12 +12,12 @@ from lightning_sdiloco.memory import new_vector
 
 
 class LandingRule(ABC):
-    """Decides what becomes of the local parameters at a landing, elementwise.
+    """Decides what happens to the local parameters at a landing, elementwise.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint.
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's.
 
     Attributes:
-        kept: Share of the local values that is kept, from 0 to 1, of what the compression did not send, and of buffers.
+        kept: Share kept, from 0 to 1, of the local values, of what the compression did not send, and of buffers.
     """
 
     kept: float
@@ -26,10 +26,10 @@ class LandingRule(ABC):
     def gathered(self, gradient: Tensor, before: Tensor, after: Tensor) -> Sequence[Tensor]:
         """Returns what the ranks of a group gather for the landing: vectors of the shard.
 
-        In the background. Write to none of the arguments, each float32 of shape ``(shard_numel,)``.
+        Runs in the background. Write to none of the arguments, each float32 of shape ``(shard_numel,)``.
 
         Args:
-            gradient: Outer gradient at the launch: ``before`` minus the local values of then.
+            gradient: Outer gradient at the launch: ``before`` minus the local values at the launch.
             before: Outer parameters at the launch.
             after: Outer parameters after the outer step.
         """
@@ -68,9 +68,9 @@ class Mix(LandingRule):
 
 @dataclass(frozen=True)
 class Carry(LandingRule):
-    """Keeps all that was trained in flight: moves the local values by what the outer step changed since the launch.
+    """Keeps all that was trained in flight: moves the local values as the outer ones moved since the launch.
 
-    ``local + (after - sent)``, so that a group goes on from the new outer parameters with what it trained since.
+    ``local + (after - sent)``: a group continues from the new outer parameters with what it trained since.
     """
 
     @property

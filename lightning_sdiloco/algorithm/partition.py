@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-# The most repeated blocks in a fragment where nobody says how many: the paper's choice.
+# The most repeated blocks in a fragment if their number is not given: the paper's choice.
 _MOST_BLOCKS = 3
 
-# The fragments that a model is cut into where nobody says how many, about: as many as the paper's 1B model has.
+# The fragments that a model is cut into if their number is not given, about: as many as the paper's 1B model has.
 _ENOUGH_FRAGMENTS = 8
 
 # Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
-# stage of a ResNet starts with a block that has a shortcut of its own, and some layers of a transformer have experts.
+# stage of a ResNet starts with a block that has its own shortcut, and some layers of a transformer have experts.
 _ALIKE = 0.5
 
 
@@ -56,17 +56,17 @@ def partition(
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. Without a number it is an
-    eighth of the blocks, but one at least and three at most. What stands outside the blocks (embeddings, head, last
-    norm) forms fragments of its own. None of these is larger than the largest fragment of blocks, unless a single
-    tensor is. A number distributes the tensors over so many fragments of equal size, and ``"balanced"`` over as many as
-    ``"strided"`` makes.
+    eighth of the blocks, at least one and at most three. What stands outside the blocks (embeddings, head, last norm)
+    forms its own fragments, none larger than the largest fragment of blocks, unless a single tensor is. A number
+    distributes the tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
+    makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
         fragments: One of these, or a list of lists of shell-style patterns, one list for each fragment.
         aliases: Further names of tied parameters, each with the name under which the parameter is in ``parameters``.
-        frozen: Names of the parameters that are not trainable. A pattern may match nothing but these, because they may
-            become trainable later; a list that matches no trainable parameter makes no fragment.
+        frozen: Names of the parameters that are not trainable. A pattern may match only these, because they may become
+            trainable later; a list that matches no trainable parameter makes no fragment.
 
     Examples:
         >>> layers = [Parameter(f"blocks.{i}.weight", 16) for i in range(4)]
@@ -79,15 +79,15 @@ def partition(
     """
     if not parameters:
         raise ValueError(
-            "The model has no trainable parameters, so there is nothing to synchronise between worker groups. Give it"
-            " at least one parameter with requires_grad=True, or train it without this strategy."
+            "The model has no trainable parameters, so worker groups have nothing to exchange. Give it at least one"
+            " parameter with requires_grad=True, or train it without this strategy."
         )
     fragments = checked_fragments(fragments)
     if isinstance(fragments, int):
         if fragments > len(parameters):
             raise ValueError(
-                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, none of"
-                " which is divided. Give at most so many."
+                f"fragments={fragments} is more than the {len(parameters)} trainable tensors of the model, which are"
+                " not divided. Give at most that number."
             )
         return Partition(_balanced(parameters, fragments))
     if not isinstance(fragments, str):
@@ -122,10 +122,9 @@ def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
             " patterns for each fragment, such as [['net.0.*'], ['net.1.*']], or a number of fragments."
         )
     raise ValueError(
-        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', with a number of repeated blocks in a"
-        " fragment behind it if you like, as in 'strided:3', 'balanced', a number of fragments, or a list of lists of"
-        " shell-style patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of"
-        " them."
+        f"fragments={fragments!r} is unknown. It is 'strided' or 'sequential', optionally with the number of repeated"
+        " blocks in a fragment, as in 'strided:3'; 'balanced'; a number of fragments; or a list of lists of shell-style"
+        " patterns such as [['net.0.*'], ['net.1.*']]; both numbers are whole and at least 1. Choose one of them."
     )
 
 
@@ -136,7 +135,7 @@ def _is_list(value: Any) -> bool:
 def find_blocks(parameters: Sequence[Parameter]) -> list[list[str]]:
     """Finds the repeated blocks of a model from the names of its parameters, in order; none if there are none.
 
-    A stack is a module whose children are numbered, as those of ``nn.ModuleList`` and ``nn.Sequential`` are. It counts
+    A stack is a module with numbered children, such as ``nn.ModuleList`` and ``nn.Sequential``. It counts
     when at least two of its children are alike and these hold at least half of its parameters. The blocks are the
     children that are alike in the outermost stacks that count. A child that holds nothing but vectors, such as a
     normalisation between two linear layers, belongs to the block before it.
@@ -219,8 +218,8 @@ def _by_patterns(
         matched = [name for name in known if fnmatchcase(name, pattern)]
         if not matched and not any(fnmatchcase(name, pattern) for name in frozen):
             raise ValueError(
-                f"fragments: the pattern {pattern!r} matches no parameter. The names are those of"
-                f" named_parameters(), such as {_some(known)}. Correct the pattern or take it out."
+                f"fragments: the pattern {pattern!r} matches no parameter. The names come from named_parameters(), such"
+                f" as {_some(known)}. Correct the pattern or take it out."
             )
         for name in matched:
             first = claims.setdefault(known[name], (index, pattern))
@@ -234,9 +233,8 @@ def _by_patterns(
     left_out = [parameter.name for parameter in parameters if parameter.name not in claims]
     if left_out:
         raise ValueError(
-            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern:"
-            f" {_some(left_out)}. Every parameter must be in exactly one fragment. Add a pattern for them, or freeze"
-            " them."
+            f"fragments: {len(left_out)} of {len(parameters)} trainable parameters match no pattern: {_some(left_out)}."
+            " Every parameter must be in exactly one fragment. Add a pattern for them, or freeze them."
         )
     members: list[list[Parameter]] = [[] for _ in fragments]
     for parameter in parameters:

@@ -137,7 +137,7 @@ class AllReduce:
 
 
 class TwoShotAllReduce(AllReduce):
-    """Lets every group sum one part of the shard and send its mean, encoded again, to all others."""
+    """Every group sums one part of the shard and sends its mean, encoded again, to all others."""
 
     hops = 2
 
@@ -234,19 +234,19 @@ class TwoShot:
     """An exchange in two shots in which groups average parts of different sizes: joint allocation (arXiv 2003.04544).
 
     Group g averages the share ``s_g`` of every shard. Of a payload P it sends and receives ``P * (1 + (M - 2) * s_g)``,
-    so a group behind a slow link sends least if it averages nothing. What a group sends, it sends at once, and the
-    slowest link decides: ``"by_bandwidth"`` stands for the shares with which it is busy for the least time.
+    so a group behind a slow link sends least if it averages nothing. The slowest link decides how long a round takes:
+    ``"by_bandwidth"`` chooses the shares that keep it busy for the least time.
 
     Args:
-        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` for what suits the links; or
-            ``"equal"``, which is ``exchange="two_shot"``.
-        links: Gbit/s of the link of each group, in their order, for ``"by_bandwidth"``. Where it is left out, a Trainer
-            measures the links before the first launch.
+        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` to suit the links; or ``"equal"``,
+            which is ``exchange="two_shot"``.
+        links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a Trainer measures the
+            links before the first launch.
         backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from CUDA device to CUDA
-            device. It changes no bit.
+            device. The result is the same, bit for bit.
 
     Raises:
-        ValueError: If there are neither shares nor links that could be meant, or both.
+        ValueError: If there are neither shares nor links to use, or both.
 
     Examples:
         >>> TwoShot("by_bandwidth", links=[1, 1, 1, 0.5]).shares(4)
@@ -261,19 +261,19 @@ class TwoShot:
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
-            raise ValueError(f"backend={self.backend!r} is not known. It is 'gloo', which is the default, or 'nccl'.")
+            raise ValueError(f"backend={self.backend!r} is unknown. It is 'gloo', the default, or 'nccl'.")
         if isinstance(self.parts, str):
             if self.parts not in ("equal", "by_bandwidth"):
                 raise ValueError(
-                    f"parts={self.parts!r} is not known. It is 'by_bandwidth', 'equal', or a list of shares."
+                    f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of shares."
                 )
         else:
             object.__setattr__(self, "parts", _numbers("parts", self.parts, may_be_zero=True))
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(
-                    f"links={self.links!r} was given with parts={self.parts!r}, which does not ask for them. Leave"
-                    " links out, or choose parts='by_bandwidth'."
+                    f"links={self.links!r} was given with parts={self.parts!r}, which does not use it. Leave links out,"
+                    " or choose parts='by_bandwidth'."
                 )
             object.__setattr__(self, "links", _numbers("links", self.links, may_be_zero=False))
 
@@ -295,12 +295,13 @@ class TwoShot:
             groups: Number of worker groups.
 
         Raises:
-            ValueError: If there is not one number for each group, or the links are not known.
+            ValueError: If there is not one number for each group, or the links are unknown.
         """
         if self.lacks_links:
             raise ValueError(
-                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give"
-                " the Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); the doctor measures."
+                f"exchange={self!r} does not say what the links carry, and only a Trainer measures them. Give the"
+                " Gbit/s of each group, such as TwoShot('by_bandwidth', links=[1, 1, 0.5]); sdiloco doctor measures"
+                " them."
             )
         given = self.links if self.links is not None else self.parts
         if given == "equal" or isinstance(given, str):
@@ -356,15 +357,15 @@ def check_exchange(exchange: Any, compression: Compression) -> None:
     is_two_shot = kind == "two_shot" or isinstance(kind, TwoShot)
     if not (is_two_shot or kind in ("auto", "gather")) or backend not in BACKENDS:
         raise ValueError(
-            f"exchange={exchange!r} is not known. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
+            f"exchange={exchange!r} is unknown. It is one of 'auto', 'gather', 'two_shot', or a TwoShot, each over"
             " 'gloo', on every device, or over 'nccl' between CUDA devices: 'auto:nccl'. Choose one of them; 'auto' is"
             " the default."
         )
     if is_two_shot and (compression.varies() or compression.counts_senders()):
         why = "its payloads differ in length" if compression.varies() else "over='senders' asks who sent a value"
         raise ValueError(
-            f"exchange={exchange!r} was given with compression={compression!r}: {why}, and a mean that is sent on in"
-            " the second shot tells neither, nor fits into such a payload. Leave exchange out, or choose 'gather'."
+            f"exchange={exchange!r} was given with compression={compression!r}: {why}, but the mean sent in the second"
+            " shot shows neither and does not fit into such a payload. Leave exchange out, or choose 'gather'."
         )
 
 

@@ -12,10 +12,10 @@ class Schedule:
     """The schedule of Streaming DiLoCo, Algorithm 2 of https://arxiv.org/abs/2501.18512.
 
     Fragment ``p`` of ``P``, counted from 0, has the offset ``floor(p * H / P)``. It launches after inner step ``t``
-    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps of its own. It lands
+    when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps. It lands
     ``overlap_steps`` later.
 
-    Before that come ``warmup_steps``, after the last of which all fragments launch and land. ``t`` counts from there.
+    ``warmup_steps`` come first; after the last of them all fragments launch and land, and ``t`` counts from there.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
@@ -43,11 +43,11 @@ class Schedule:
     warmup_steps: int = 0
 
     def is_warmup(self, step: int) -> bool:
-        """Tells whether an inner step belongs to the warm-up."""
+        """Returns whether an inner step belongs to the warm-up."""
         return 1 <= step <= self.warmup_steps
 
     def offset(self, fragment: int) -> int:
-        """Returns the number of inner steps by which the launches of a fragment are shifted (t_p in the paper)."""
+        """Returns by how many inner steps the launches of a fragment are shifted (t_p in the paper)."""
         return fragment * self.sync_every // self.fragments
 
     def launches(self, step: int) -> tuple[int, ...]:
@@ -66,7 +66,7 @@ class Schedule:
 
     @property
     def first_round(self) -> int:
-        """The inner step after which the outer model holds what was trained: in a warm-up it always does.
+        """The inner step after which all of the outer model is trained: after a warm-up, it always is.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
@@ -75,7 +75,7 @@ class Schedule:
         return 1 if self.warmup_steps else self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed after the warm-up by the end of a run of so many inner steps.
+        """Returns how often every fragment has landed after the warm-up in a run of ``steps`` inner steps.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
@@ -85,7 +85,7 @@ class Schedule:
         return max(0, (after - self.offset(self.fragments - 1)) // self.sync_every)
 
     def longest_wait(self, since: int = 0) -> int:
-        """Returns how many inner steps it takes at most until a request has travelled with the next launch and landed.
+        """Returns the most inner steps until a request has travelled with the next launch and landed.
 
         Args:
             since: The first inner step after which the request may be made; it may also be made after any later one.
@@ -122,7 +122,7 @@ class Schedule:
         return self.table()
 
     def _due(self, step: int, later: int) -> tuple[int, ...]:
-        """Returns the fragments that launched so many inner steps before."""
+        """Returns the fragments that launched that many inner steps before."""
         if 0 < step == self.warmup_steps:
             return tuple(range(self.fragments))
         since = step - self.warmup_steps - later
@@ -135,12 +135,12 @@ class Schedule:
 
 
 class Heard(NamedTuple):
-    """What all groups know of a launch once it has landed. It travelled, so it is the same in all of them.
+    """What all groups know of a launch once it has landed, the same in all of them.
 
     Attributes:
         fragment: The fragment.
         launched_at: The inner step of the launch, as `LaunchSchedule.due` counts them.
-        present: The groups that counted in the mean, rising.
+        present: The groups that counted in the mean, in rising order.
         norms: Norm of the outer gradient of each group, before any compression, by group.
         trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
     """
@@ -155,9 +155,9 @@ class Heard(NamedTuple):
 class LaunchSchedule(ABC):
     """Decides after which inner steps fragments launch. They land ``overlap_steps`` later.
 
-    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint. A fragment in
-    flight must not be due. The first launch of every fragment is that of the `Schedule`: until all have landed once,
-    evaluation shows the mean of the groups.
+    Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. A fragment in flight
+    must not be due. The first launch of every fragment follows the `Schedule`: until all have landed once, evaluation
+    shows the mean of the groups.
     """
 
     @abstractmethod
@@ -182,7 +182,7 @@ class LaunchSchedule(ABC):
         """Returns the state after a landing."""
 
     def longest_wait(self, schedule: Schedule, since: int = 0) -> int:
-        """Returns how many inner steps it takes at most until a request has travelled with a launch and landed.
+        """Returns the most inner steps until a request has travelled with a launch and landed.
 
         Args:
             schedule: As for `start`.
@@ -209,17 +209,17 @@ class Every(LaunchSchedule):
 class Selective(LaunchSchedule):
     """Launches less often while outer gradients hardly change: SelSync (arXiv 2307.07950) for worker groups.
 
-    The rate of a group is the norm of its outer gradient over the inner steps that it trained. As long as no group's
-    rate differs from that of the launch before by ``threshold`` of it or more, the inner steps to the next launch
-    double, up to ``most * sync_every``; else they are ``sync_every`` again. What was trained meanwhile is all in the
-    next outer gradient. It saves bytes, not peak bandwidth.
+    A group's rate is the norm of its outer gradient over the inner steps it trained. As long as every group's rate
+    stays within ``threshold``, relatively, of the rate at the launch before, the inner steps to the next launch double,
+    up to ``most * sync_every``; otherwise they return to ``sync_every``. The next outer gradient holds all that was
+    trained meanwhile. This saves bytes, not peak bandwidth.
 
     Args:
-        threshold: Least relative change of a rate that counts as one, from 0 on; 0 never launches less often.
-        most: How many times ``sync_every`` may lie between two launches of a fragment, from 1 on.
+        threshold: Least relative change of a rate that counts, at least 0; 0 never launches less often.
+        most: How many times ``sync_every`` may lie between two launches of a fragment, at least 1.
 
     Raises:
-        ValueError: If one is out of its range.
+        ValueError: If either is out of range.
 
     Examples:
         >>> schedule = Selective(threshold=0.3, most=4)
@@ -242,7 +242,7 @@ class Selective(LaunchSchedule):
         for name, least in {"threshold": 0, "most": 1}.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float) if name == "threshold" else int):
-                raise ValueError(f"{name}={value!r} is no {'number' if name == 'threshold' else 'whole number'}.")
+                raise ValueError(f"{name}={value!r} is not a {'number' if name == 'threshold' else 'whole number'}.")
             if not value >= least:
                 raise ValueError(f"{name}={value!r} is out of range: it must be at least {least}. Choose another one.")
 

@@ -27,10 +27,10 @@ _LONGEST_STEP = 65504.0
 Who = TypeVar("Who")
 
 GUARD = 10.0
-"""How many times as long is too long, where nobody says otherwise."""
+"""How many times as long is too long, by default."""
 
 REMEMBERED = 8
-"""With how many of its last norms a new one is compared, at most."""
+"""The most last norms that a new one is compared with."""
 
 _ENOUGH, _OTHERS = 4, 2
 
@@ -55,7 +55,7 @@ class Control(NamedTuple):
         norm_squared: Squared norm of the outer gradient.
         changed: Buffers of the fragment that changed since its last landing, one bit each.
         finite: Whether the outer gradient is finite.
-        step_time: Seconds of an inner step, to three digits; 0 where that is not known.
+        step_time: Seconds of an inner step, to three digits; 0 if unknown.
 
     Examples:
         >>> control = Control(2, 100, requests=0, weight=50, digest=-5, norm_squared=0.25, changed=0, finite=True)
@@ -105,11 +105,11 @@ class Control(NamedTuple):
 
 
 class Count(NamedTuple):
-    """Tells how much each group counts in one mean.
+    """How much each group counts in one mean.
 
     Attributes:
         factors: The groups that count, in their order, each with the factor of its outer gradient. The mean is the sum
-            of the products divided by the number of these groups, so that a factor of 1 changes no bit.
+            of the products divided by the number of these groups: a factor of 1 changes no bit.
         outlying: The groups that the guard leaves out.
     """
 
@@ -140,8 +140,8 @@ class Weighing(ABC):
     """Decides how much each group counts in the mean of a fragment.
 
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
-    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with that of a checkpoint.
-    Its state, of each fragment, is plain JSON, and changes only when a flight lands.
+    bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. Its
+    state for each fragment is plain JSON, and changes only when a flight lands.
     """
 
     def start(self, groups: int) -> Any:
@@ -157,12 +157,13 @@ class Weighing(ABC):
         """Decides how much each group counts.
 
         Args:
-            controls: What every group said at the launch. One that is not finite, or whose weight is 0, must not count.
+            controls: What every group said at the launch. A group that is not finite, or whose weight is 0, must not
+                count.
             state: The state of the fragment.
         """
 
     def heard(self, controls: Sequence[Control], state: Any) -> Any:
-        """Returns the state once the flight has landed; by default that of before; see `count`."""
+        """Returns the state once the flight has landed; by default the state before it; see `count`."""
         return state
 
 
@@ -214,12 +215,12 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
 def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
     """Returns how long an outer gradient usually is; 0 where that is not known.
 
-    It is the median of the last norms of the same, if there are four, or that of the others in the round, if there are
+    It is the median of its own last norms, if there are four, or of the others' in the round, if there are
     two: the longer one, where there are both.
 
     Args:
         who: Whose outer gradient.
-        norms: The norms of those that could count in a round.
+        norms: The norms of all that could count in a round.
         past: The last norms of each, at most eight.
     """
     own, others = past.get(who, ()), [norm for other, norm in norms.items() if other != who]
@@ -228,7 +229,7 @@ def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[floa
 
 
 def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
-    """Returns who is out, each with how many times as long as usual it is.
+    """Returns the outliers, each with how many times as long as usual it is.
 
     If all are that far off, the training has changed, and none is at fault.
 
@@ -256,15 +257,15 @@ class Absences:
                 self._in_a_row[group] = 0
             elif launched_at > self._recovered_at[group]:
                 # A fragment that was launched before the group recovered reports the same event again. Launches come
-                # first in an inner step, so those of the step of the recovery do, too.
+                # first in an inner step, so fragments of the recovery's step do, too.
                 self._in_a_row[group] += 1
                 self._recovered_at[group] = landed_at
         lost = [group for group, count in enumerate(self._in_a_row) if count >= _MOST_LEFT_OUT]
         if lost:
             raise AgreementError(
                 f"The outer gradient of worker group {', '.join(map(str, lost))} was not finite {_MOST_LEFT_OUT} times"
-                " in a row, so that the other groups train without it. Look at that group's data and learning rate,"
-                " and resume from a checkpoint, for example with gradient clipping."
+                " in a row: the other groups train without it. Look at that group's data and learning rate, and resume"
+                " from a checkpoint, for example with gradient clipping."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Plain are None, truth values, numbers, texts, bytes, tensors, and lists, tuples, sets and dictionaries of these. They
 travel as JSON, with the bytes of tensors behind it, and nothing that comes is executed. A named tuple arrives as a
-tuple; whoever sends one makes one of it again.
+tuple; the sender of one makes one of it again.
 """
 
 import json
@@ -41,7 +41,7 @@ class Communicator:
         """Returns how many collectives anybody has begun in the process group on this rank, with gloo and NCCL."""
         if (group := self.process_group) is None:
             return 0
-        # Where each device has a backend of its own, each of them counts.
+        # If each device has its own backend, each of them counts.
         backends: set[Any] = {group._get_backend(device) for device in group._device_types}
         with suppress(RuntimeError):
             return sum(backend._get_sequence_number_for_group() for backend in backends)
@@ -89,7 +89,7 @@ class Communicator:
         """
         try:
             own = Outcome(act())
-        except Exception as error:  # told below, on all ranks
+        except Exception as error:  # raised below, on all ranks
             own = Outcome(None, tuple(kind.__name__ for kind in type(error).__mro__), str(error), error)
         every = [Outcome(*told) for told in self.all_gather_object(own[:3])]
         every[self.rank] = every[self.rank]._replace(raised=own.raised)
@@ -155,12 +155,12 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Returns the value of which `encode` made bytes; tensors are on the host."""
+    """Returns the value that `encode` turned into bytes; tensors are on the host."""
     end = _HEAD + int.from_bytes(data[:_HEAD], "little")
     try:
         return _Buffers(memoryview(data)[end:]).value(json.loads(bytes(data[_HEAD:end])))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, RuntimeError) as error:
-        raise ValueError(f"What came from another rank is no plain value: {error!r}.") from error
+        raise ValueError(f"What came from another rank is not a plain value: {error!r}.") from error
 
 
 def _described(value: Any, buffers: list[bytes]) -> Any:
@@ -185,7 +185,7 @@ def _described(value: Any, buffers: list[bytes]) -> Any:
         case list() | tuple() | set():
             kind = next(own.__name__ for own in (list, tuple, set) if isinstance(value, own))
             return [kind, *(_described(one, buffers) for one in value)]
-    raise TypeError(f"{value!r} is of {type(value)}, and only plain values travel between ranks.")
+    raise TypeError(f"{value!r} is of {type(value)}, but only plain values travel between ranks.")
 
 
 class _Buffers:
@@ -201,7 +201,7 @@ class _Buffers:
     def value(self, told: Any) -> Any:
         if not isinstance(told, list):
             if isinstance(told, dict):
-                raise ValueError("an object stands in the place of a value")
+                raise ValueError("an object stands where a value belongs")
             return told
         kind, *parts = told
         match kind:
@@ -217,7 +217,7 @@ class _Buffers:
             case "dict":
                 keys_and_values = list(map(self.value, parts))
                 return dict(zip(keys_and_values[::2], keys_and_values[1::2], strict=True))
-        raise ValueError(f"{kind!r} is no kind of value")
+        raise ValueError(f"{kind!r} is not a kind of value")
 
 
 # Copies between an accelerator and its host, through page-locked memory

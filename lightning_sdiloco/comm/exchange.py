@@ -77,7 +77,7 @@ class Exchange(ABC, Generic[Posted]):
 
 @dataclass
 class _Travelling:
-    """Messages on their way over gloo: those of this group, what comes, and the work of each other group."""
+    """Messages on their way over gloo: this group's, incoming ones, and the work of each other group."""
 
     messages: Sequence[Tensor]
     received: list[Tensor]
@@ -186,23 +186,23 @@ class DirectExchange(Exchange[_Travelling]):
 # Messages of any size
 
 LENGTH_BYTES = 8
-"""Bytes that tell a group how long a message to it is, and how fast its own last message came."""
+"""Bytes with the length of the message to a group, and the rate of that group's last message."""
 
-# Of their bits, those of the length. The others tell the rate, in kB/s.
+# Their bits for the length. The others are the rate, in kB/s.
 _LENGTH_BITS, _RATE_BITS = 40, 23
 _UNIT = 1000.0
 
 
 class VaryingExchange(Exchange[tuple[Any, Any]]):
-    """Carries messages whose sizes differ between groups: another exchange tells how long they are."""
+    """Carries messages whose sizes differ between groups: another exchange carries their lengths."""
 
     def __init__(self, lengths: Exchange[Any], messages: Exchange[Any]) -> None:
         super().__init__(messages.num_groups)
         if not messages.learns_sizes:
             raise ValueError(
-                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, and"
-                " exchange='...:nccl' can only receive what has a size that all ranks know. Leave ':nccl'"
-                " out for gloo, or choose a compression whose payloads have one size, such as 'sparse'."
+                "The payloads of compression=Threshold(every=...) or ByLink(...) differ in length, but"
+                " exchange='...:nccl' can only receive sizes that all ranks know. Leave ':nccl' out for gloo, or choose"
+                " a compression whose payloads have one size, such as 'sparse'."
             )
         self.device = messages.device
         self.bytes_sent, self.bytes_received = messages.bytes_sent, messages.bytes_received
@@ -253,7 +253,7 @@ class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     """Carries messages between worker groups that all live in one process; there is one such exchange for each.
 
     Messages wait in a table until all groups have taken them. Collecting before all groups have posted is an error
-    rather than a wait: there is nobody to wait for.
+    rather than a wait: there is no group to wait for.
     """
 
     def __init__(self, group: int, groups: int, table: dict[int, dict[int, Sequence[Tensor]]]) -> None:
@@ -306,13 +306,13 @@ def nccl_on(device: torch.device) -> DeviceBackend:
     """Returns NCCL as the backend for a device; refuses a device that it does not join, or a torch without it."""
     if device.type != "cuda":
         raise ValueError(
-            f"exchange='...:nccl' was given, and this rank trains on {device.type}: NCCL joins CUDA devices only."
-            " Train on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
+            f"exchange='...:nccl' was given, but this rank trains on {device.type}: NCCL joins CUDA devices only. Train"
+            " on CUDA devices, or leave ':nccl' out for gloo, which works on every device."
         )
     if not dist.is_nccl_available():
         raise ValueError(
-            f"exchange='...:nccl' was given, and torch {torch.__version__} was built without NCCL. Install a torch"
-            " that has it, or leave ':nccl' out for gloo."
+            f"exchange='...:nccl' was given, but torch {torch.__version__} was built without NCCL. Install a torch that"
+            " has it, or leave ':nccl' out for gloo."
         )
     return DeviceBackend("nccl", device)
 
@@ -324,15 +324,15 @@ class _OnDevice(NamedTuple):
 
 
 class DeviceExchange(Exchange[_OnDevice]):
-    """Sends from the device of each group to that of each other group; the host only looks whether it is done.
+    """Sends from each group's device to each other group's; the host only looks whether it is done.
 
     All messages of a flight are one group call of the backend, in which no order of sends and receives can deadlock.
-    Nobody else may use its process group: the backend matches messages by the order in which ranks post them. Both hops
+    Its process group is for it alone: the backend matches messages by the order in which ranks post them. Both hops
     of a flight use it, from one thread.
 
     [Note: the stream never waits for another rank] ``wait()`` of such a backend makes the stream wait, not the host. So
     it is called only when everything has arrived. The stream also encodes the next flight and decodes the last one:
-    whoever waits for it would otherwise wait for the slowest group, without a bound.
+    waiting for it would otherwise mean waiting for the slowest group, without a bound.
 
     [Note: a device is in one order] What a device has begun to send it goes on with until the other side does the same,
     and what waits for all of the device, as the first use of a kernel may, waits for that too. So messages begin to
@@ -359,7 +359,7 @@ class DeviceExchange(Exchange[_OnDevice]):
         except Unanswered as error:
             raise ValueError(
                 f"The ranks {self._ranks} of the worker groups cannot exchange over {self._backend}: {error}."
-                " NCCL_DEBUG=INFO tells how they try, NCCL_SOCKET_IFNAME names the interface. Correct that on every"
+                " NCCL_DEBUG=INFO logs how they try, NCCL_SOCKET_IFNAME names the interface. Correct it on every"
                 " machine, or leave ':nccl' out for gloo."
             ) from error
 
@@ -393,7 +393,7 @@ class DeviceExchange(Exchange[_OnDevice]):
         for work in works:
             while not work.is_completed():
                 if time.monotonic() >= deadline:
-                    # The device may still read and write these: their memory must not become that of other tensors.
+                    # The device may still read and write these: other tensors must not get their memory.
                     self._given_up.append(posted)
                     # Otherwise the device is busy with them until torch ends the process. Aborting may take long, so
                     # nobody waits.

@@ -36,17 +36,16 @@ _SHORTEST_S, _SHORTEST = 0.05, 1 << 16
 """Messages that take less time or have fewer bytes are not paced, and nothing is learned: a queue holds them all."""
 
 _QUEUE_S, _QUEUE_SHARE, _LOST_SHARE = 0.015, 0.03, 0.005
-"""So many seconds in queues, if they are that share of the time, or so many packets lost are too many."""
+"""Too much: these seconds in queues, if they are that share of the time, or this many packets lost."""
 
 _UNKNOWN_STEP, _FIRST_STEP, _LARGEST_STEP = 0.08, 0.01, 0.5
 """By what share a rate grows before and after it was too high, twice as much each time, and at most."""
 
 _MOST, _LEAST = 1.25, 1.05
-"""A rate grows to so many times what connections delivered in the end at most, and is at least so many times what they
-sent."""
+"""A rate is at most this many times what connections delivered in the end, at least this many times what they sent."""
 
 _REMEMBERED = 8
-"""What queues or gets lost in each of the last so many hops does so however fast messages leave."""
+"""What queues or gets lost in each of this many last hops does so however fast messages leave."""
 
 
 class Counters(NamedTuple):
@@ -71,7 +70,7 @@ class Counters(NamedTuple):
 
 
 class Connection(NamedTuple):
-    """A connection of this process, whoever has opened it."""
+    """A connection of this process, of whatever origin."""
 
     descriptor: int
     inode: int
@@ -95,17 +94,17 @@ class Connection(NamedTuple):
     def counters(self) -> Counters:
         told = self._with(lambda opened: opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES))
         if len(told) < _INFO_BYTES:
-            raise OSError("This Linux is older than 4.10, and does not tell how long a connection was busy.")
+            raise OSError("This Linux is older than 4.10, and does not say how long a connection was busy.")
         on_the_way, trip, again, acked, shortest, packets, rate, busy = _FIELDS.unpack_from(told)
         return Counters(acked, packets, again, 1e-6 * busy, 1e-6 * trip, 1e-6 * shortest, float(rate), on_the_way)
 
     def limit(self, bytes_per_s: float | None) -> None:
-        """Lets it send that fast at most; None: as fast as its congestion control allows."""
+        """Limits its rate; None: as fast as its congestion control allows."""
         rate = struct.pack("@L", _UNLIMITED if bytes_per_s is None else max(1, int(bytes_per_s)))
         self._with(lambda opened: opened.setsockopt(socket.SOL_SOCKET, _MAX_PACING_RATE, rate))
 
     def _with(self, act: Callable[[socket.socket], Any]) -> Any:
-        """Does something with the socket, which stays that of its owner."""
+        """Does something with the socket, which stays its owner's."""
         if os.fstat(self.descriptor).st_ino != self.inode:
             raise OSError(f"The connection of descriptor {self.descriptor} is no longer there.")
         # Told what it is, Python does not ask the kernel.
@@ -159,7 +158,7 @@ class Pace:
             lost -= min(one.lost for one in self._last)
         too_fast = queued_s > max(_QUEUE_S, _QUEUE_SHARE * sent.seconds) or lost > _LOST_SHARE
         if self.bytes_per_s is None:
-            # What is too high at first costs less than what is too low: it is as if nothing were paced. After a loss
+            # A first rate that is too high costs less than one too low: it is as if nothing were paced. After a loss
             # connections may end at a fraction of their speed.
             first = _MOST * max(sent.delivered, sent.nbytes / sent.seconds)
             self.bytes_per_s = first if too_fast else None
@@ -188,7 +187,7 @@ class Pacing:
         """Learns from the last messages how fast the next ones may leave; call it before they do."""
         if not self._connections or not (nbytes := sum(sizes)):
             return
-        # If a connection is gone, whoever waits for its message says so.
+        # If a connection is gone, the wait for its message says so.
         with self._lock, suppress(OSError):
             if nbytes >= _SHORTEST:
                 self._learn()

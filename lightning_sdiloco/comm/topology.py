@@ -19,7 +19,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, DeviceExchange, Direc
 from lightning_sdiloco.comm.pacing import Connection, Pacing
 
 STAGES = 3
-"""Stages of a flight. Each has a communicator of its own among the ranks of the group."""
+"""Stages of a flight. Each has its own communicator among the ranks of the group."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,9 @@ class SharedGloo:
     """Makes process groups that share a device, as gloo calls the thread and the address of its connections.
 
     gloo gives each process group a thread, which wakes up a hundred times a second whether or not anything travels:
-    with eight of them that is as much processor time as all flights of a large model. So they share that of the default
-    process group, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
-    times as long, those of two and four just as long. A connection is still that of one process group, so no message
+    with eight of them that is as much processor time as all flights of a large model. So they share the default group's
+    thread, unless they listen on another interface: without that, flights of eight groups on two cores take 1.07
+    times as long, of two and four just as long. A connection still belongs to one process group, so no message
     waits behind one of another group.
     """
 
@@ -120,7 +120,7 @@ class SharedGloo:
 
 
 def devices_of(backend: Any) -> list[Any]:
-    """Returns the devices of a process group; none of a torch that does not tell: then each group has its own."""
+    """Returns the devices of a process group; none if torch does not report them: then each group has its own."""
     return list(getattr(getattr(backend, "options", None), "_devices", ()))
 
 
@@ -200,7 +200,7 @@ class Topology:
         rank = dist.get_rank()
         gloo = SharedGloo(dist.group.WORLD)
         shared = gloo if world().is_on_host else None
-        # A rank that is a group by itself has a process group for those who ask for one, and sends nothing in it.
+        # A rank that is a group by itself has a process group for callers that ask for one, and sends nothing in it.
         in_group_backend = shared if layout.group_size == 1 else None
         in_group = in_site = Communicator(_own(rank, layout.worker_group_ranks(), in_group_backend, timeout))
         if layout.worker_groups == 1 and not in_group.is_on_host:
@@ -270,7 +270,7 @@ def world() -> Communicator:
 
 
 def ranks_in(process_group: dist.ProcessGroup) -> list[int]:
-    """Returns the ranks of a process group that somebody else has made, numbered as in the world."""
+    """Returns the ranks of a foreign process group, numbered as in the world."""
     return list(dist.get_process_group_ranks(process_group))
 
 
@@ -294,7 +294,7 @@ def _exchanges(
         there = Connection.of_process()
         up, down = process_group(gloo), process_group(gloo)
         opened = Connection.of_process() - there
-        # More or fewer are not those of gloo alone, or gloo connects later: TCP then sends as it does.
+        # More or fewer are not gloo's alone, or gloo connects later: TCP then sends at its own pace.
         pacing = Pacing(opened if len(opened) == 2 * (layout.worker_groups - 1) else set())
         # The second hop uses the connections of the first: a connection is fastest just after it has carried something.
         first, second = (DirectExchange(up, down, tag, pacing) for tag in range(2))

@@ -49,24 +49,24 @@ COMPRESSIONS: Mapping[str, Compression] = {
     "random_block": RandomBlock(16, FP4()),
     "threshold": Threshold(1 / 64, Int2(), every=10),
 }
-"""The compressions that have a name. Each but ``"sparse"``, which has one, also has a memory: ``"top_k+memory"``."""
+"""The named compressions. All except ``"sparse"``, which has a memory, also come with one: ``"top_k+memory"``."""
 
 MEMORY = "+memory"
-"""What follows a name for the same compression with error feedback."""
+"""The suffix of a name for the same compression with error feedback."""
 
 
 def resolve(compression: str | Compression) -> Compression:
     """Returns the compression that a setting names.
 
     Args:
-        compression: A name from ``COMPRESSIONS``, perhaps with ``"+memory"`` behind it for error feedback that forgets
-            nothing; or a compression, which is returned unchanged but for names in it.
+        compression: A name from ``COMPRESSIONS``, optionally with the suffix ``"+memory"`` for error feedback that
+            forgets nothing; or a compression, which is returned unchanged except for names in it.
 
     Returns:
         The compression.
 
     Raises:
-        ValueError: If ``compression`` is neither, or one that has been given other names.
+        ValueError: If ``compression`` is neither, or contains unknown names.
 
     Examples:
         >>> resolve("fp4"), resolve("fp4+memory")
@@ -80,12 +80,11 @@ def resolve(compression: str | Compression) -> Compression:
         return ErrorFeedback(COMPRESSIONS[compression.removesuffix(MEMORY)])
     if compression == "auto":
         raise ValueError(
-            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here, as"
-            " 'fp4'; sdiloco plan --bandwidth tells which ones a link carries."
+            "compression='auto' is for a Trainer, whose planner measures the link before it chooses. Name one here,"
+            " such as 'fp4'; sdiloco plan --bandwidth shows which ones a link carries."
         )
     raise ValueError(
-        f"compression={compression!r} is not known. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of "
-        f"these with {MEMORY!r} behind it, or an object that is a `lightning_sdiloco.compression.Compression`. Set "
-        "`compression` to one of these names, or pass an instance of a class (not the class itself) that implements "
-        "that interface."
+        f"compression={compression!r} is unknown. It is one of {', '.join(map(repr, COMPRESSIONS))}, or one of these"
+        f" with the suffix {MEMORY!r}, or a `lightning_sdiloco.compression.Compression`. Set `compression` to one of"
+        " these names, or pass an instance of a class (not the class itself) that implements that interface."
     )

@@ -14,10 +14,9 @@ from lightning_sdiloco.memory import new_vector
 class Compression(ABC):
     """Turns a flat float32 outer gradient into bytes and back.
 
-    A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors.
-    What must be remembered from one launch to the next is kept by the engine.
-    Encoding and decoding use only integer operations and correctly rounded ones, so that all groups that decode the
-    same bytes get the same bits.
+    A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors. The
+    engine keeps what must be remembered from one launch to the next. Encoding and decoding use only integer operations
+    and correctly rounded ones, so all groups that decode the same bytes get the same bits.
     """
 
     def __repr__(self) -> str:
@@ -50,7 +49,7 @@ class Compression(ABC):
         """
 
     def stretches(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
-        """Decodes one stretch of the values after the other, so that long vectors need little memory.
+        """Decodes the values stretch by stretch, so that long vectors need little memory.
 
         By default the only stretch is the whole.
 
@@ -59,7 +58,7 @@ class Compression(ABC):
             numel: Number of values.
 
         Yields:
-            Where a stretch lies, and its values, to which may be written. The next one may take their place.
+            Where a stretch lies, and its values, which you may overwrite. The next stretch may reuse their memory.
         """
         values = new_vector(numel, payload.device)
         self.decode(payload, values)
@@ -68,11 +67,11 @@ class Compression(ABC):
     def mean(self, sent: Sequence[tuple[Tensor, float]], out: Tensor) -> None:
         """Takes the mean of what several payloads decode to, each times its factor, added up in their order.
 
-        By default this happens in `stretches`, so that what is decoded takes the memory of one. Where `counts_senders`
-        says so, the mean of a value is that of those that have sent it, and 0 if none has.
+        By default this happens in `stretches`, so decoding takes the memory of one. If `counts_senders`, the mean of a
+        value is taken over the groups that have sent it, and is 0 if none has.
 
         Args:
-            sent: The payloads and their factors; nothing has a mean of zero.
+            sent: The payloads and their factors; the mean of none is zero.
             out: Contiguous float32 tensor of shape ``(numel,)``, which is overwritten.
         """
         out.zero_()
@@ -94,7 +93,7 @@ class Compression(ABC):
         return self
 
     def with_names(self, resolve: Callable[["str | Compression"], "Compression"]) -> "Compression":
-        """Returns the compression with others in place of their names, if it has been given some.
+        """Returns the compression with names in it replaced by compressions.
 
         Args:
             resolve: Returns the compression of a name.
@@ -102,12 +101,12 @@ class Compression(ABC):
         return self
 
     def choice(self, numel: int, bytes_per_s: float, overlap_s: float) -> int:
-        """Returns in which of its codes a sender encodes a launch, for `chosen`; 0 if there is one only.
+        """Returns which of its codes a sender uses for a launch, for `chosen`; 0 if there is only one.
 
         Args:
             numel: Number of values.
-            bytes_per_s: What the link of the sender carries to each receiver; 0 if that is not known.
-            overlap_s: Seconds from the launch to the landing; NaN if that is not known.
+            bytes_per_s: What the link of the sender carries to each receiver; 0 if unknown.
+            overlap_s: Seconds from the launch to the landing; NaN if unknown.
         """
         return 0
 
@@ -120,26 +119,26 @@ class Compression(ABC):
         return self
 
     def dense(self) -> "Compression":
-        """Returns how those values are encoded that it does not leave out."""
+        """Returns how the values that it does send are encoded."""
         return self
 
     def suits_sums(self) -> bool:
         """Returns whether the mean of several groups can be sent in a payload of the same size.
 
-        False where every group sends values of its own choice: the mean has more values than fit into a payload.
+        False if every group chooses the values it sends: the mean has more values than fit into a payload.
         """
         return True
 
     def chosen_share(self) -> float:
-        """Returns the share of the values that each group chooses for itself; 1 where all groups send the same ones."""
+        """Returns the share of the values that each group chooses for itself; 1 if all groups send the same ones."""
         return 1.0
 
     def counts_senders(self) -> bool:
-        """Returns whether the mean of a value is that of the groups that sent it, as `places` says, not of all."""
+        """Returns whether the mean of a value is over the groups that sent it, as `places` says, not over all."""
         return False
 
     def places(self, payload: Tensor, out: Tensor) -> None:
-        """Tells which values a payload has.
+        """Finds which values a payload has.
 
         Args:
             payload: What `encode` returned.
@@ -148,7 +147,7 @@ class Compression(ABC):
         out.fill_(1.0)
 
     def varies(self) -> bool:
-        """Returns whether payloads may be shorter than `wire_bytes` says, which is the most then."""
+        """Returns whether payloads may be shorter than `wire_bytes` says, which is then the most."""
         return False
 
     def tuning(self, values: Tensor, before: Tensor | None) -> Tensor | None:
@@ -174,10 +173,10 @@ class Compression(ABC):
         return False
 
     def residual(self, values: Tensor, memory: Tensor | None, payload: Tensor, mixing: float) -> Tensor:
-        """Returns what encoding lost and what must therefore be added to the next values.
+        """Returns what encoding lost, to be added to the next values.
 
-        The local parameters keep the share ``mixing`` of what was not sent. That share is left out here, since the next
-        outer gradient contains it.
+        The local parameters keep the share ``mixing`` of what was not sent. It is left out here, since the next outer
+        gradient contains it.
 
         Args:
             values: What was to be sent, float32.
@@ -216,7 +215,7 @@ def weighted_mean(parts: Iterable[tuple[Tensor, float]], like: Tensor, senders: 
     Args:
         parts: The outer gradients, in the order in which they are added up.
         like: A tensor of their shape and on their device.
-        senders: How many of them have each value, where its mean is that of these.
+        senders: How many of them have each value, if its mean is over these.
     """
     total, count = torch.zeros_like(like), 0
     for values, factor in parts:
@@ -231,12 +230,12 @@ def divide(total: Tensor, groups: int) -> Tensor:
 
 
 def chunk_length(device: torch.device) -> int:
-    """Returns how many values to handle at a time: on a CPU so many that what is computed stays in its cache."""
+    """Returns how many values to handle at a time: on a CPU as many as stay in its cache."""
     return 1 << 17 if device.type == "cpu" else 1 << 23
 
 
 def forwarded(to: str, *names: str) -> Any:
-    """Makes methods that call those of the same names of what an attribute holds."""
+    """Makes methods that call the methods of the same names of what an attribute holds."""
 
     def made(name: str) -> Any:
         return documented(name, lambda self, *args: getattr(getattr(self, to), name)(*args))
@@ -245,5 +244,5 @@ def forwarded(to: str, *names: str) -> Any:
 
 
 def documented(name: str, method: Callable[..., Any]) -> Any:
-    """Gives a method name, signature and documentation of that of `Compression`; it is not abstract."""
+    """Gives a method the name, signature and documentation of `Compression`'s; it is not abstract."""
     return wraps(getattr(Compression, name), updated=())(method)

@@ -5,7 +5,7 @@ Payloads are not padded to whole blocks, and blocks are independent of each othe
 one chunk of blocks after the other, so that what is computed on the way stays in the cache of a processor.
 
 Bits are compared as whole numbers, and products and quotients are correctly rounded, so that every processor gives the
-same codes. `fp4` has a file of its own, as it is written in C too.
+same codes. `fp4` has its own file, as it is written in C too.
 """
 
 from abc import abstractmethod
@@ -26,7 +26,7 @@ _EXPONENT = 23  # the position of the exponent in a float32
 
 
 class Blockwise(Compression):
-    """Writes one scale per block, and codes that do not straddle bytes. A subclass encodes and decodes whole blocks.
+    """Writes one scale per block, and codes that do not straddle bytes. Subclasses encode and decode whole blocks.
 
     Attributes:
         block: Values under one scale, a multiple of 32.
@@ -214,7 +214,7 @@ class FP8(_Microscaling):
     """E4M3 codes, and 8 bits for each block of 128 values: 8.0625 bits a value.
 
     The power of two brings the largest magnitude of the block, rounded to four significant bits, into ``[128, 256)``.
-    So nothing is cut off, and a value down to ``2**-13`` of the largest keeps four significant bits. Ties go to even.
+    So nothing is clipped, and a value down to ``2**-13`` of the largest keeps four significant bits. Ties go to even.
 
     Examples:
         >>> import torch
@@ -244,8 +244,8 @@ class MXFP4(_Microscaling):
     """E2M1 codes, and 8 bits for each block of 32 values: 4.25 bits a value; the OCP MXFP4 format.
 
     The levels of a block are 0, 0.5, 1, 1.5, 2, 3, 4 and 6 times a power of two, with a sign. The power of two brings
-    the largest magnitude into ``[4, 8)``, as the OCP specification says, so that whatever is above 6 is cut off. A
-    value goes to the nearest level, and ties go to the even code.
+    the largest magnitude into ``[4, 8)``, as the OCP specification says, so values above 6 are clipped. A value goes to
+    the nearest level, and ties go to the even code.
 
     Examples:
         >>> import torch
@@ -275,9 +275,9 @@ class MXFP4(_Microscaling):
 class Int2(Blockwise):
     """A sign and one of two magnitudes, and 32 bits for each block of 128 values: 2.25 bits a value.
 
-    The magnitudes in a block fall into those below their mean and the others; the means of these two sets are the two
-    magnitudes of the block. A value takes the nearer one, and a tie goes up. In a block that holds a zero, the lower
-    magnitude is zero, so that zeros stay zeros.
+    The magnitudes in a block are split at their mean; the means of the two sets are the two magnitudes of the block. A
+    value takes the nearer one, and a tie goes up. In a block that holds a zero, the lower magnitude is zero, so zeros
+    stay zeros.
 
     Examples:
         >>> import torch
@@ -303,7 +303,7 @@ class Int2(Blockwise):
 
     @override
     def pad(self, values: Tensor) -> Tensor:
-        """Pads the last block with a repetition of its own values: zeros would pull the magnitudes down."""
+        """Pads the last block by repeating its own values: zeros would pull the magnitudes down."""
         missing = -len(values) % self.block
         last = values[len(values) // self.block * self.block :]
         return torch.cat((values, last.repeat(self.block)[:missing])) if missing else values

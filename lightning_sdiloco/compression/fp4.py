@@ -161,7 +161,7 @@ def passes_on(device: str) -> Passes | None:
         reason = "it gives other bits"
     except Exception as error:  # Triton, and the compilers that it calls, end with errors of many kinds
         reason = f"{type(error).__name__}: {error}"
-    _log.info("%s is not used: %s. Operations of torch do the same, and take longer.", name, reason)
+    _log.info("%s is not used: %s. torch does the same, more slowly.", name, reason)
     return None
 
 
@@ -205,7 +205,7 @@ class _Eager(FP4):
 
 
 def _is_proven(passes: Passes, device: torch.device) -> bool:
-    """Tells whether they give the bits of the operations of torch, a block that is not whole included."""
+    """Returns whether they give the bits of the operations of torch, a block that is not whole included."""
     generator = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 20_001, generator=generator, device="cpu", dtype=torch.float32)
     values = (one * other.mul(8).exp()).nan_to_num(0.0)

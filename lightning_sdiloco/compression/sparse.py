@@ -31,15 +31,15 @@ _GROUP = 8  # values of a block in a group; the search starts with the largest v
 class TopK(Compression):
     """The largest ``share`` of every block of 4096 values, encoded by another compression, with 12 bits of position.
 
-    An even number of values is sent of each block, or all of them. A payload holds the positions, in rising order
-    within a block and two in three bytes, and then the payload of the chosen values, in the order of the positions.
+    An even number of values of each block is sent, or all of them. A payload holds the positions, in rising order
+    within a block and two in three bytes, then the payload of the chosen values, in the order of the positions.
 
     Args:
         share: The share of the values that is sent, above 0 and at most 1.
         values: How the values that are sent are encoded.
-        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of those among them that
-            are ``"senders"`` of this value, as in SparseLoCo's code (arXiv 2508.15706). The latter needs a smaller rate
-            outside, and cannot be had with two shots.
+        over: What the sum of a value is divided by: the number of ``"groups"`` that count, or of the ``"senders"``
+            among them that sent this value, as in SparseLoCo's code (arXiv 2508.15706). ``"senders"`` needs a smaller
+            outer learning rate, and does not work with two shots.
 
     Raises:
         ValueError: If ``share`` or ``over`` is out of range, or ``values`` is not a compression.
@@ -62,10 +62,10 @@ class TopK(Compression):
     def __post_init__(self) -> None:
         if isinstance(self.share, bool) or not isinstance(self.share, (int, float)) or not 0 < self.share <= 1:
             raise ValueError(f"share={self.share!r} is out of range: it must be above 0 and at most 1. 0.02 sends 2 %.")
-        _check_values(self.values, "chooses by itself which values it sends")
+        _check_values(self.values, "chooses itself which values it sends")
         if self.over not in ("groups", "senders"):
             raise ValueError(
-                f"over={self.over!r} is not known. It is 'groups', the default, or 'senders': the sum of a value is"
+                f"over={self.over!r} is unknown. It is 'groups', the default, or 'senders': the sum of a value is"
                 " divided by the number of all groups that count, or of those that sent it."
             )
 
@@ -160,25 +160,26 @@ class TopK(Compression):
 class Threshold(TopK):
     """Sends what exceeds a threshold, and no more of each block of 4096 values than `TopK` would.
 
-    With ``least``, the threshold follows from the mean magnitude of the block as it is. What is smaller is sent as
-    zero, so that every payload has the size that ``share`` gives.
+    With ``least``, the threshold follows from the mean magnitude of the block. Smaller values are sent as zero, so
+    every payload has the size that ``share`` gives.
 
-    With ``every``, each block has a threshold that is kept for so many launches: that of the smallest value which an
-    exact top-k of ``share`` chooses in the first of them (DCT, arXiv 2010.08899). What is smaller is not sent, so that
-    payloads become shorter where outer gradients do; ``share`` is the most. The thresholds change at a landing, if the
-    group counts in the mean, and are part of a checkpoint. A launch that begins without them chooses them anew.
+    With ``every``, each block keeps its threshold for that many launches: the smallest value that an exact top-k of
+    ``share`` chooses in the first of them (DCT, arXiv 2010.08899). Smaller values are not sent, so payloads get shorter
+    as outer gradients do; ``share`` is the most. The thresholds change at a landing, if the group counts in the mean,
+    and are part of a checkpoint. A launch without them chooses new ones.
 
-    With `ErrorFeedback`, what is small waits until it has grown.
+    With `ErrorFeedback`, small values wait until they have grown.
 
     Args:
-        share: The share of the values that is sent at most, above 0 and at most 1.
+        share: The largest share of the values to send, above 0 and at most 1.
         values: How the values that are sent are encoded.
-        least: The least magnitude that is sent, as a multiple of the mean magnitude of the block; at least 0.
+        least: The least magnitude to send, as a multiple of the mean magnitude of the block; at least 0.
         every: For how many launches a threshold is kept, at least 1. Give this or ``least``.
-        over: As for `TopK`. With ``least``, who sends a zero is no sender.
+        over: As in `TopK`. With ``least``, a group that sends a zero is not a sender.
 
     Raises:
-        ValueError: If an argument is out of range, ``values`` is not a compression, or not one threshold was given.
+        ValueError: If an argument is out of range, ``values`` is not a compression, or not exactly one of ``least`` and
+            ``every`` was given.
 
     Examples:
         >>> from lightning_sdiloco.compression import Float32
@@ -202,9 +203,9 @@ class Threshold(TopK):
         super().__post_init__()
         if (self.least is None) == (self.every is None):
             raise ValueError(
-                f"Threshold(least={self.least!r}, every={self.every!r}) needs one threshold. Give least=3.0 to send"
-                " what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for ten"
-                " launches."
+                f"Threshold(least={self.least!r}, every={self.every!r}) needs exactly one of the two. Give least=3.0 to"
+                " send what exceeds three times the mean of its block, or every=10 to keep the threshold of a top-k for"
+                " ten launches."
             )
         least, every = self.least, self.every
         if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float)) or not least >= 0):
@@ -296,7 +297,7 @@ class Threshold(TopK):
         return chosen.where(chosen.abs() >= means * self.least, 0)
 
     def _above(self, magnitudes: Tensor, thresholds: Tensor) -> Tensor:
-        """Tells which values of each block are sent: what reaches its threshold, but no more than the largest."""
+        """Returns which values of each block are sent: what reaches its threshold, but no more than the largest."""
         above, most = (magnitudes >= thresholds) & (magnitudes > 0), self._kept(magnitudes.size(1))
         if bool((above.sum(1) > most).any()):
             above &= torch.zeros_like(above).scatter_(1, _largest(magnitudes, most), True)
@@ -333,7 +334,7 @@ def _largest(magnitudes: Tensor, kept: int) -> Tensor:
 
 
 def _packed_bytes(count: int) -> int:
-    """Returns the bytes of so many positions."""
+    """Returns the bytes of that many positions."""
     return -(-count * 3 // 2)
 
 
@@ -346,7 +347,7 @@ def _packed(positions: Tensor) -> Tensor:
 
 
 def _unpacked(packed: Tensor, count: int) -> Tensor:
-    """Reads back so many positions."""
+    """Reads back that many positions."""
     low, middle, high = F.pad(packed, (0, -len(packed) % 3)).to(torch.int64).view(-1, 3).unbind(1)
     pairs = low | middle << 8 | high << 16
     return torch.stack((pairs & 4095, pairs >> 12), dim=1).view(-1)[:count]
@@ -368,7 +369,7 @@ def _places(payload: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
 def _check_values(values: object, why_not: str) -> None:
     if not isinstance(values, Compression):
         raise ValueError(
-            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(): it encodes the values"
+            f"values={values!r} is not a compression. Pass an instance of one, such as Int2(), to encode the values"
             " that are sent."
         )
     if values.varies():
@@ -389,7 +390,7 @@ class _Chance(Compression):
             raise ValueError(
                 f"every={self.every!r} is out of range: it must be a whole number of at least 1. 32 sends 3 %."
             )
-        _check_values(self.values, "keeps a threshold for each place, and chance picks other places every time")
+        _check_values(self.values, "keeps a threshold for each place, but here random places are sent each time")
 
     @override
     def at(self: Self, step: int) -> Self:
@@ -441,7 +442,7 @@ class _Chance(Compression):
 class RandomK(_Chance):
     """One value of every ``every`` consecutive ones, at random, encoded by another compression.
 
-    The choice follows from the inner step of the launch: all groups send the same values, each launch sends others.
+    The choice follows from the inner step of the launch: all groups send the same values, and each launch others.
 
     Args:
         every: One of this many values is sent.
@@ -487,7 +488,7 @@ class RandomK(_Chance):
 class RandomBlock(_Chance):
     """One of ``every`` equal stretches of the vector, at random, encoded by another compression.
 
-    The choice follows from the inner step of the launch, so that all groups send the same stretch.
+    The choice follows from the inner step of the launch: all groups send the same stretch.
 
     Args:
         every: The vector is cut into this many stretches.

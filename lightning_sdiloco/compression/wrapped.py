@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_sdiloco.compression.base import Compression, documented, forwarded
 
-# So many bytes in front of a payload of `ByLink` say which code it is in. What follows stays aligned.
+# Bytes before a payload of `ByLink` that name its code. What follows stays aligned.
 _HEAD_BYTES = 8
 
 
@@ -31,16 +31,15 @@ class ErrorFeedback(Compression):
     """Encodes like another compression and adds what it loses to the next outer gradient of the fragment.
 
     The memory changes when a flight lands, if the group counted in its mean. It is part of a checkpoint. It is lost
-    when rounds start anew: on a restart with other groups or settings, and when parameters are frozen or unfrozen. With
-    ``mixing`` the local parameters themselves keep a share of what was lost, so only the rest is remembered. The final
-    exchange adds no memory.
+    when rounds restart: with other groups or settings, or when parameters are frozen or unfrozen. With ``mixing`` the
+    local parameters keep a share of what was lost, so only the rest is remembered. The final exchange adds no memory.
 
     Args:
         compression: The compression.
-        decay: Share of the loss that is remembered, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
+        decay: Share of the loss to remember, above 0 and at most 1. SparseLoCo (arXiv 2508.15706) uses 0.95.
 
     Raises:
-        ValueError: If ``decay`` is out of range, or if ``compression`` is not a compression or has error feedback.
+        ValueError: If ``decay`` is out of range, or ``compression`` is not a compression or already has error feedback.
 
     Examples:
         >>> import torch
@@ -56,8 +55,8 @@ class ErrorFeedback(Compression):
     def __post_init__(self) -> None:
         if not isinstance(self.compression, Compression) or isinstance(self.compression, ErrorFeedback):
             raise ValueError(
-                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it must be an instance of"
-                " another compression. Pass one, such as FP4()."
+                f"ErrorFeedback(compression={self.compression!r}) has nothing to wrap: it needs an instance of another"
+                " compression. Pass one, such as FP4()."
             )
         if isinstance(self.decay, bool) or not isinstance(self.decay, (int, float)) or not 0 < self.decay <= 1:
             raise ValueError(
@@ -88,16 +87,16 @@ class ErrorFeedback(Compression):
 
 @dataclass(frozen=True)
 class ByLink(Compression):
-    """Lets each sender choose, from a menu, the first code that its own link carries in time (FusionLLM).
+    """Each sender chooses, from a menu, the first code that its own link carries in time (FusionLLM).
 
-    The sender alone chooses, launch by launch, and each payload names its code, so that all groups decode the same
-    bits. What a code with error feedback has left out goes with the next launch, whatever its code; while something
-    waits, what that code loses waits too.
+    The sender chooses alone at each launch, and each payload names its code, so all groups decode the same bits. What a
+    code with error feedback left out goes with the next launch, whatever its code; while something waits, what that
+    code loses waits too.
 
     Args:
-        menu: The codes, by name or as compressions, the most wanted one first.
-        within: In how many seconds a payload must have been sent, or ``"overlap"`` for those that ``overlap_steps``
-            take. Where no code is small enough it is the smallest. Until the link is known it is the first one.
+        menu: The codes, by name or as compressions, the preferred one first.
+        within: Seconds within which a payload must be sent, or ``"overlap"``, the time that ``overlap_steps`` take. If
+            no code is small enough, the smallest is used. Until the link is known, the first is.
 
     Raises:
         ValueError: If the menu is empty, or has a code whose payloads vary in length, or ``within`` is out of range.
@@ -115,19 +114,21 @@ class ByLink(Compression):
 
     def __post_init__(self) -> None:
         if isinstance(self.menu, str) or not isinstance(self.menu, Sequence) or not 1 <= len(self.menu) <= 256:
-            raise ValueError(f"menu={self.menu!r} is no menu: give a list of codes, such as ['fp4', 'int2', 'sparse'].")
+            raise ValueError(
+                f"menu={self.menu!r} is not a menu: give a list of codes, such as ['fp4', 'int2', 'sparse']."
+            )
         object.__setattr__(self, "menu", tuple(self.menu))
         for code in self.menu:
             if isinstance(code, Compression) and code.varies():
                 raise ValueError(
-                    f"{code!r} in menu={self.menu!r} has payloads of lengths that are not known beforehand, so nobody"
-                    " can tell if a link carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
+                    f"{code!r} in menu={self.menu!r} has payloads of varying length, so it is unknown whether a link"
+                    " carries them in time. Give codes of fixed lengths, such as 'fp4' or 'sparse'."
                 )
         seconds = self.within
         is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if seconds != "overlap" and not (is_number and 0 < float(seconds) < math.inf):
             raise ValueError(
-                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or 'overlap', for those"
+                f"within={seconds!r} is out of range: it must be a number of seconds above 0, or 'overlap', the time"
                 " that overlap_steps take. 'overlap' is the default."
             )
 

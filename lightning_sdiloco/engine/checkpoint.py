@@ -43,10 +43,10 @@ from lightning_sdiloco.engine.shards import (
 from lightning_sdiloco.version import VERSION
 
 FORMAT = 2
-"""Version of the folder's format; any other one is refused."""
+"""Version of the folder's format; any other is refused."""
 
 KEY = "streaming_diloco"
-"""The key under which the checkpoint file says which folder belongs to it."""
+"""The checkpoint file's key that names its folder."""
 
 State = dict[str, Any]
 """What `StreamingDiLoCo.state_dict` returned on one rank, and what a file of a rank holds."""
@@ -56,7 +56,7 @@ Written = TypeVar("Written")
 _SUFFIX = ".sdiloco"
 _MANIFEST = "manifest.json"
 _ADVICE = "Older checkpoints stand. Make room on the disk."
-_SAME = "Resume with those that it was saved with, or start anew from the outer parameters that it holds."
+_SAME = "Resume with those it was saved with, or restart from the outer parameters that it holds."
 
 
 class Entry(NamedTuple):
@@ -101,7 +101,7 @@ def read_rank(path: str, header: Mapping[str, Any], rank: int) -> dict[str, Any]
     if header["format"] != FORMAT:
         raise ValueError(
             f"The checkpoint {path} was written in format {header['format']} by lightning_sdiloco {header['version']},"
-            f" and this version reads format {FORMAT} alone. Install the version that wrote it, or start a new fit from"
+            f" but this version reads only format {FORMAT}. Install the version that wrote it, or start a new fit from"
             " the weights of the file."
         )
     manifest = json.loads(_read(path, header["save"], _MANIFEST))
@@ -184,7 +184,7 @@ def take_place(part: str, path: str) -> None:
 def random_state() -> dict[str, Any]:
     """Returns the state of this process's random number generators, as plain values and tensors."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    # Asking a device that nobody uses would begin to use it, which a forked process cannot.
+    # Asking an unused device would begin to use it, which a forked process cannot.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
@@ -259,9 +259,9 @@ def _read(path: str, save: str, name: str) -> bytes:
         return bytes(filesystem.cat_file(f"{folder}/{save}/{name}"))
     except FileNotFoundError as error:
         raise ValueError(
-            f"The checkpoint {path} needs {folder}/{save}/{name}, which is not there. The folder {folder} belongs to"
-            " the checkpoint file: move or copy both. With resume='exact:newest' only the newest checkpoint of"
-            " a run has one. Without it, start a new fit from the weights of the file."
+            f"The checkpoint {path} needs {folder}/{save}/{name}, which is missing. The folder {folder} belongs to the"
+            " checkpoint file: move or copy both. With resume='exact:newest' only the newest checkpoint of a run has"
+            " one. Without it, start a new fit from the weights of the file."
         ) from error
 
 
@@ -330,7 +330,7 @@ def _by_all(path: str, save: str, topology: Topology, write: Callable[[], Writte
 def require_processes(topology: Topology) -> None:
     if topology.world.size != topology.num_groups * topology.group_size:
         raise ValueError(
-            "save() writes one file per process, and these worker groups are simulated in one. Save state_dict() of"
+            "save() writes one file per process, but these worker groups are simulated in one. Save state_dict() of"
             " each engine instead."
         )
 
@@ -376,7 +376,7 @@ def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Se
         try:
             data = filesystem.cat_file(target)
         except FileNotFoundError as error:
-            raise ValueError(f"There is no checkpoint {path}. Give a path that was saved.") from error
+            raise ValueError(f"There is no checkpoint {path}. Give the path of one.") from error
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
     return dict(read_own(path, read, topology, settings, inner_optimizers)["engine"])
@@ -395,7 +395,7 @@ def read_own(
     try:
         own = _read_own(path, read().get(KEY), topology, settings, len(inner_optimizers))
     except Exception as error:
-        # Of any error, because the other ranks would wait for this one.
+        # Any error, because the other ranks would wait for this one.
         refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
@@ -419,7 +419,7 @@ def _read_own(
     own: State = read_rank(path, header, topology.rank)
     if len(own["optimizer_states"]) != optimizers:
         raise ValueError(
-            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, and there are {optimizers}."
+            f"{path} holds the state of {len(own['optimizer_states'])} inner optimizers, but there are {optimizers}."
             " Give the engine the same inner_optimizers as when it was saved."
         )
     return own
@@ -451,16 +451,16 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
     own, saved = place_of(topology), state.get("rank")
     if saved is None or not state.keys() >= {"settings", "warmup_steps", "schedule"}:
         raise ValueError(
-            "This is the state of an engine of an earlier version, which this one does not read. Load it with the"
-            " version that made it, or start anew from the outer parameters."
+            "This state comes from an engine of an earlier version, which this one cannot read. Load it with the"
+            " version that made it, or restart from the outer parameters."
         )
     if saved != own:
         raise ValueError(
-            f"This is the state of {told(saved)}, and this process is {told(own)}. Each rank needs its own state,"
-            " because worker groups hold different values. A checkpoint that rank 0 writes alone, as torch.save in one"
-            " process, fabric.save({'engine': engine}) and accelerator.register_for_checkpointing(engine) do, keeps"
-            " only that of rank 0. Save with engine.save(path) and load with engine.load(path) in all processes: they"
-            " keep a file per rank."
+            f"This is the state of {told(saved)}, but this process is {told(own)}. Each rank needs its own state,"
+            " because worker groups hold different values. A checkpoint that only rank 0 writes, as torch.save in one"
+            f" process, fabric.save({{'engine': engine}}) and accelerator.register_for_checkpointing(engine) do, keeps"
+            " only rank 0's. Save with engine.save(path) and load with engine.load(path) in all processes: they keep a"
+            " file per rank."
         )
 
 
@@ -498,8 +498,8 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     whole = [[state for state in group if state is not None] for group in groups if None not in group]
     if not whole:
         raise ValueError(
-            "No worker group has the files of all its ranks, so the outer parameters cannot be put together. Restore"
-            " the missing files, or start a new fit from the weights of the checkpoint."
+            "No worker group has the files of all its ranks, so the outer parameters cannot be restored. Restore the"
+            " missing files, or start a new fit from the weights of the checkpoint."
         )
     ranks = whole[0]
     flights, landed = len(ranks[0]["flights"]), 0
@@ -554,7 +554,7 @@ def _land(
     settings: Settings,
 ) -> int:
     """Lands the flights of complete groups as these would have landed them; returns how many could."""
-    # The parts of two shots are those of then, and so is what the second rounding lost.
+    # The parts of two shots stay as they were then, and so does what the second rounding lost.
     exchange = TwoShot.read(groups[0][0]["settings"]["exchange"], "gloo")
     reduction = all_reduce_for(exchange, len(groups), settings.codec, settings.landing.kept)
     optimizers = [outer_optimizer_for(settings, [outer.values for outer in shard]) for shard in shards]

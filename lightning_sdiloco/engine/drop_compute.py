@@ -11,10 +11,10 @@ from torch import nn
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import is_sharded
 
-# After so many inner steps ``budget="auto"`` is chosen.
+# Inner steps after which ``budget="auto"`` is chosen.
 _WARMUP = 50
 
-# Among so many thresholds the best is looked for.
+# Thresholds among which the best is looked for.
 _THRESHOLDS = 200
 
 
@@ -22,18 +22,17 @@ class DropCompute:
     """Bounds how long a rank computes for an inner step of several micro-batches (arXiv 2306.10598).
 
     The ranks of a worker group wait for each other in every inner step. A rank that has computed longer than the budget
-    leaves out the micro-batches that are left, but for the last, with which gradients are synchronised. Losses are
-    divided by the number of all micro-batches, as in the authors' code: what is left out counts as a gradient of zero.
-    In the mean of the groups a group weighs by what its ranks have trained.
+    drops the remaining micro-batches, except the last, with which gradients are synchronised. Losses are divided by the
+    number of all micro-batches, as in the authors' code: a dropped one counts as a gradient of zero. In the mean of the
+    groups a group weighs by what its ranks have trained.
 
-    Called with a loader it returns one that yields None for what is left out. A Trainer knows what to do with it.
+    Call it with a loader to get one that yields None for what is dropped. A Trainer knows what to do with it.
 
     Args:
         micro_batches: Micro-batches of an inner step: ``accumulate_grad_batches`` of a Trainer.
-        budget: Seconds that a rank computes. ``"auto"``: nothing is left out in 50 inner steps; then the ranks of a
-            group tell each other what each micro-batch took, and all choose the budget with which most is trained in
-            a second.
-        most_dropped: The bound of the share of micro-batches that ``"auto"`` leaves out.
+        budget: Seconds that a rank computes. ``"auto"``: nothing is dropped in 50 inner steps; then the ranks of a
+            group share how long each micro-batch took, and all choose the budget that trains most per second.
+        most_dropped: Largest share of micro-batches that ``"auto"`` drops.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -70,7 +69,7 @@ class DroppingLoader:
         if not hasattr(loader, "__len__"):
             raise ValueError(
                 "DropCompute needs a loader with a length: the last micro-batch of an epoch synchronises the gradients"
-                " and must not be left out. Give the loader a __len__."
+                " and must not be dropped. Give the loader a __len__."
             )
         self.drop, self.loader, self.length, self._clock = drop, loader, len(loader), clock
         self.budget = inf if drop.budget == "auto" else float(drop.budget)
@@ -116,7 +115,7 @@ class DroppingLoader:
             if self._position % self.drop.micro_batches == 0 or not began:
                 if self._measures and row:
                     self._note([*row, now - began])
-                # What is chosen takes its time, and the others are waited for.
+                # Choosing takes time, and so does waiting for the others.
                 began, row, self.trained = self._clock(), [], 0
             else:
                 row.append(now - began)
@@ -157,7 +156,7 @@ class DroppingLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was called; the time of the inner step begins anew."""
+        """Resumes where `state_dict` was called; the time of the inner step restarts."""
         self._position, self.trained, self.dropped = state["position"], state["trained"], state["dropped"]
         self._resumed = True
         if self.drop.budget == "auto":
@@ -168,7 +167,7 @@ class DroppingLoader:
 
 
 def _computed(every: list[list[list[float]]]) -> tuple[list[list[list[float]]], float]:
-    """Returns seconds of every micro-batch, by rank and step, and those of a step in which no rank computes."""
+    """Returns seconds of every micro-batch, by rank and step, and of a step in which no rank computes."""
     times = []
     for rank in every:
         ends = [[0.0, *row[:-1]] for row in rank]
@@ -187,8 +186,8 @@ def _refuse_what_meets(model: nn.Module) -> None:
         kinds.append("a sharded parameter")
     if kinds:
         raise ValueError(
-            f"DropCompute does not go with {kinds[0]}: the ranks of a worker group meet there in every micro-batch, and"
-            " would wait in vain for one that leaves it out. Use groups that hold the model whole, or leave it out."
+            f"DropCompute does not work with {kinds[0]}: there the ranks of a worker group meet in every micro-batch,"
+            " and would wait for one that drops it. Use groups whose ranks hold the whole model, or leave it out."
         )
 
 
@@ -201,7 +200,7 @@ class Drop(NamedTuple):
 def best_drop(times: Sequence[Sequence[Sequence[float]]], rest: float, most_dropped: float) -> Drop:
     """Finds the budget with which most is trained in a second; see [Note: the rule of DropCompute].
 
-    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that nobody can
+    [Note: the rule of DropCompute] A step ends when its slowest rank has computed, and takes a rest that no rank can
     shorten. With a budget a rank that is late before a micro-batch drops this one and those after it, but for the last,
     which synchronises; the first one is never late. If that shortens the step by the share ``s``, and drops the share
     ``d`` of the micro-batches, then ``(1 - d) / (1 - s) - 1`` is gained (arXiv 2306.10598, and its code). The optimum

@@ -87,43 +87,45 @@ class StreamingDiLoCo:
     """Streaming DiLoCo for any PyTorch training loop (https://arxiv.org/abs/2501.18512).
 
     Call `step` after every ``optimizer.step()`` and `finish` at the end, in every process. The worker groups exchange
-    their outer gradients fragment by fragment, in the background, while training goes on. Where ``torch.distributed``
-    is initialised, all ranks must construct it, and start from the parameters and buffers of rank 0. Where it is not,
-    there is one worker group.
+    their outer gradients fragment by fragment, in the background, while training goes on. If ``torch.distributed`` is
+    initialised, all ranks must construct it, and start from the parameters and buffers of rank 0. Otherwise there is
+    one worker group.
 
     Args:
-        model: The model that is trained; inside ``DistributedDataParallel`` if a worker group has several ranks.
-        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per process. Or
-            `WorkerGroups`, whose process group the model is wrapped with.
+        model: The model to train; inside ``DistributedDataParallel`` if a worker group has several ranks.
+        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group. ``"auto"``: one per
+            process. Or `WorkerGroups`, if you wrapped the model with its process group.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), or ``"auto"``; or a
-            `LandingRule`, such as `Carry`.
-        fragments: ``"strided"`` or ``"sequential"``, with the repeated blocks in a fragment behind it as in
-            ``"strided:3"``, or an eighth of them, from 1 to 3; ``"balanced"``; a number of fragments of equal size; or
-            a list of lists of shell-style patterns of names.
+        mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``; or a `LandingRule`,
+            such as `Carry`.
+        fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per fragment, as in
+            ``"strided:3"`` (by default an eighth of them, from 1 to 3); ``"balanced"``; a number of fragments of equal
+            size; or a list of lists of shell-style patterns of names.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
-        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and the next, ``"auto"`` chooses what suits
+        outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``, ``"auto"`` chooses by
             the number of groups, ``sync_every`` and the compression.
         outer_momentum: Momentum of the outer Nesterov SGD, or ``"auto"``.
-        outer_optimizer: From the flat float32 shards, one per fragment, to an elementwise optimizer, which replaces the
-            SGD; or an `OuterOptimizer`, with schedule, clipping, guard and offload.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to an elementwise optimizer, which
+            replaces the SGD; or an `OuterOptimizer`, with schedule, clipping, guard and offload.
         exchange: How outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, each
-            also with ``":nccl"`` behind it, or a `TwoShot`.
-        warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as data
-            parallelism does. Then call `average_gradients` after every ``backward()``.
+            optionally with the suffix ``":nccl"``, or a `TwoShot`.
+        warmup_steps: For the first ``warmup_steps`` steps, groups average their gradients, as data parallelism does:
+            call `average_gradients` after every ``backward()``.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps that it trained.
-        route: With whom each group exchanges in a round, such as `RandomPairs`; None: with all. Then groups hold outer
-            parameters of their own, and what shows the outer model needs `group_mean`.
+        weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it trained.
+        route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it groups hold their
+            own outer parameters, and showing the outer model needs `group_mean`.
         timeout: How long a fragment may be in flight.
-        federation: What these ranks, launched on their own, are a site of; None: all groups are launched together.
-        inner_optimizers: Those of the training loop. `save` keeps their state; what is not finite of it is dropped.
-        topology: Worker groups and process groups made by the caller, in place of ``worker_groups``.
+        federation: The `Federation` that these ranks, launched on their own, join as a site; None: all groups are
+            launched together.
+        inner_optimizers: The optimizers of your loop. `save` keeps their state; values in it that are not finite are
+            reset.
+        topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
         ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either.
-        TypeError: If there is no such argument.
+        TypeError: If an argument is unknown.
 
     Examples:
         >>> import torch
@@ -195,24 +197,24 @@ class StreamingDiLoCo:
         self.view = OuterView(self.model, self.rounds.fragments, self.topology.in_group, self.rounds.storage)
 
     def diagnose(self, diagnoses: bool = True) -> None:
-        """Sets whether landings tell how far the groups agree. All ranks must call it alike, before the first step."""
+        """Sets whether landings say how far the groups agree. All ranks must call it alike, before the first step."""
         require_same_settings({"diagnostics": str(diagnoses)}, self.topology.world)
         self.rounds.diagnose(diagnoses)
 
     def join(self) -> None:
-        """Waits until a site has what the others have; without it, its first inner steps may be in vain."""
+        """Waits until a site has the others' state; without it, its first inner steps may be wasted."""
         self.loop.join(self.inner_steps)
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the inner step that comes next is one of the warm-up, in which `average_gradients` does something."""
+        """Whether the next inner step belongs to the warm-up, in which `average_gradients` does something."""
         return not self._is_closed and self.rounds.is_warmup(self.inner_steps + 1)
 
     def average_gradients(self) -> None:
-        """Takes the mean over the groups of the gradients, in the warm-up; later it does nothing.
+        """Averages the gradients over the groups during the warm-up; later it does nothing.
 
-        Call it in every process after ``backward()``, before gradients are clipped and the optimizer steps. What of the
-        parameters has no gradient counts as zero where another group has one.
+        Call it in every process after ``backward()``, before gradients are clipped and the optimizer steps. A missing
+        gradient counts as zero if another group has one.
 
         Raises:
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
@@ -231,17 +233,17 @@ class StreamingDiLoCo:
         self._early += self._counted(self.rounds.land_gradients(self.inner_steps + 1))
 
     def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
-        """Counts an inner step, launches what is due and lands what is due, which it returns.
+        """Counts an inner step, launches what is due, and lands and returns what is due.
 
         Args:
-            trained: How many micro-batches this rank trained in this inner step: by these groups weigh in the next mean
-                of every fragment, so all count in the same unit.
-            idle: Whether this group did not train in this inner step, because it has no data left, for instance: the
-                word for ``trained=0``. All ranks of a group say the same.
-            samples: On how many samples this rank trained: by these a federation weighs its sites. None: ``trained``.
+            trained: How many micro-batches this rank trained in this inner step. Groups weigh by them in the next mean
+                of every fragment, so all must count in the same unit.
+            idle: Whether this group did not train in this inner step, for instance because its data has ended: the same
+                as ``trained=0``. All ranks of a group must give the same.
+            samples: On how many samples this rank trained: a federation weighs its sites by them. None: ``trained``.
 
         Raises:
-            ValueError: If ``trained`` is no whole number from 0.
+            ValueError: If ``trained`` is not a whole number of at least 0.
             ExchangeError: If a worker group went away, or did not answer within ``timeout``.
             AgreementError: If the groups hold different outer parameters, or one stays not finite.
         """
@@ -254,7 +256,7 @@ class StreamingDiLoCo:
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
-                f"trained={trained!r} is no number of micro-batches: it must be a whole number, 0 if the group was"
+                f"trained={trained!r} is not a number of micro-batches: it must be a whole number, 0 if the group was"
                 " idle. Give 1 for an inner step without micro-batches, or leave it out."
             )
         for _ in range(self.rounds.missing_gradients(self.inner_steps + 1, not trained)):
@@ -292,9 +294,9 @@ class StreamingDiLoCo:
     def finish(self) -> list[Landing]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
 
-        Every fragment then takes the plain mean over the groups of their local parameters, in float32, without outer
-        learning rate and momentum. The model is left with the outer parameters, the same bits in every group. Gradients
-        are let go. Returns what landed, without the final exchange. A second call does nothing.
+        Every fragment then takes the plain mean of the groups' local parameters, in float32, without outer learning
+        rate and momentum. The model ends with the outer parameters, the same bits in every group, and without
+        gradients. Returns what landed, without the final exchange. A second call does nothing.
         """
         if self.is_finished:
             return []
@@ -306,7 +308,7 @@ class StreamingDiLoCo:
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
         self.rounds.require_coverage()
-        # What a longer run would go on from takes the place of the gradients, which nobody needs any more.
+        # What a longer run would continue from replaces the gradients, which are no longer needed.
         self.model.zero_grad()
         self._unfinished = self.state_dict()
         return self._counted(self.loop.land_all(self.inner_steps))
@@ -337,20 +339,20 @@ class StreamingDiLoCo:
             raise RuntimeError(f"{called} was called after finish() or close(). Make a new StreamingDiLoCo to train.")
 
     def request(self, bits: int) -> None:
-        """Asks something of all groups, by up to 16 bits: the `Landing` of the next launch shows them to all."""
+        """Asks something of all groups, with up to 16 bits: the `Landing` of the next launch shows them to all."""
         self.rounds.requests |= int(bits)
 
     def withdraw(self, bits: int) -> None:
-        """Takes back what was requested and has not been launched yet."""
+        """Withdraws a request that has not been launched yet."""
         self.rounds.requests &= ~int(bits)
 
     @property
     def requested(self) -> int:
-        """What ranks of a site asked of each other with the last inner step; between groups, landings show it."""
+        """Requests of a site's ranks to each other in the last inner step; between groups, landings show them."""
         return self.loop.requested
 
     def is_training(self, model: nn.Module) -> bool:
-        """Tells whether this engine trains that model and has not finished, so that groups hold different values."""
+        """Returns whether this engine trains that model and has not finished, so that groups hold different values."""
         return self.model is model and not self.is_finished
 
     @property
@@ -360,12 +362,12 @@ class StreamingDiLoCo:
 
     @property
     def schedule(self) -> Schedule:
-        """When fragments launch and land, by `steps_in_rounds`, where none was given."""
+        """When fragments launch and land, by `steps_in_rounds`, if no other schedule was given."""
         return self.rounds.schedule
 
     @property
     def launches_next(self) -> tuple[int, ...]:
-        """The fragments that are launched after the next inner step, in order; not of a site."""
+        """The fragments that launch after the next inner step, in order; not for a site."""
         return self.rounds.due(self.inner_steps + 1)
 
     @property
@@ -375,7 +377,7 @@ class StreamingDiLoCo:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended for all its sites, so that there is nothing left to train for."""
+        """Whether the run has ended for all its sites."""
         return self.loop.is_over
 
     @property
@@ -390,14 +392,14 @@ class StreamingDiLoCo:
 
     @property
     def steps_in_rounds(self) -> int:
-        """Inner steps since the rounds began: what the schedule counts. Rounds begin anew with other fragments."""
+        """Inner steps since the rounds began: what the schedule counts. Rounds restart with other fragments."""
         return self.inner_steps - self.rounds.began_at
 
     @property
     def has_landed(self) -> bool:
-        """Whether every fragment has landed once: until then the outer model holds values that nobody has trained.
+        """Whether every fragment has landed once: until then the outer model holds untrained values.
 
-        Then `group_mean` is what to evaluate and to save. During and after a warm-up the outer model is a trained one.
+        Until then evaluate and save `group_mean`. During and after a warm-up the outer model is always trained.
         """
         schedule, landed = self.schedule, all(own.outer.rounds for own in self.rounds.fragments)
         if self.site is not None:
@@ -412,13 +414,13 @@ class StreamingDiLoCo:
     def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
-        In-group collective. With a mean, of `group_mean`, it shows that, and waits for nobody. Without one, on a route
-        that does not share, it shows the outer parameters of this group.
+        In-group collective. Given a mean from `group_mean`, it shows that and waits for no other group. Without one, on
+        a route that does not share, it shows this group's outer parameters.
         """
         return self.view.shown(mean)
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
-        """Puts the outer model, or a mean, in the place of the local one, as `evaluate` does."""
+        """Replaces the local model with the outer model, or a mean, as `evaluate` does."""
         self.view.show(mean)
 
     def show_local(self) -> None:
@@ -426,9 +428,9 @@ class StreamingDiLoCo:
         self.view.show_local()
 
     def group_mean(self) -> GroupMean:
-        """Returns the mean over the groups of what they hold now, as `finish` would take it. Changes no training.
+        """Returns the mean of what the groups hold now, as `finish` would take it. Does not change training.
 
-        All ranks must call it. Until `has_landed` it is what to evaluate.
+        All ranks must call it. Until `has_landed`, evaluate this.
         """
         return _last(self.average_now())
 
@@ -452,16 +454,16 @@ class StreamingDiLoCo:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
 
-        Collective within a worker group until `finish`; where ranks hold parts of the parameters, also after it. On a
-        route that does not share, it is the mean of the groups, and until `finish` all ranks must call it.
+        Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the parameters. On a
+        route that does not share, it returns the mean of the groups, and until `finish` all ranks must call it.
         """
         return self.view.named(None if self.settings.shares or self._is_closed else self.group_mean())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns all that this rank needs to go on bit for bit: plain dicts, lists, numbers, and tensors on the host.
+        """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and tensors on the host.
 
-        What is in flight is part of it. After `finish` it is the state before, from which a longer run goes on. Taking
-        it changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
+        It includes what is in flight. After `finish` it is the state from before, from which a longer run continues.
+        Taking it changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
         """
         return self._unfinished or {
             "counts": asdict(self._counts),
@@ -477,10 +479,10 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another engine with the same settings, model and rank was. All ranks must call it.
+        """Resumes from the state of an engine with the same settings, model and rank. All ranks must call it.
 
-        For ``"auto"`` it has the numbers of then. The state of another rank, other fragments, or another outer
-        optimizer is refused.
+        Settings that are ``"auto"`` take their numbers from the state. The state of another rank, other fragments, or
+        another outer optimizer is refused.
         """
         require_own_state(state, self.topology)
         warmup_steps = _warmup_steps_of(state, self.given.warmup_steps, says=self.topology.rank == 0)
@@ -497,10 +499,10 @@ class StreamingDiLoCo:
         self.rounds.requests = state["requests"]
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Saves all that a run needs to go on bit for bit, what is in flight included. All ranks must call it.
+        """Saves all that a run needs to resume bit for bit, including what is in flight. All ranks must call it.
 
-        Beside the file ``path``, an ordinary one whose ``state_dict`` holds the outer parameters, or until `has_landed`
-        the mean of the groups, a folder has a file for every rank: state of engine and ``inner_optimizers``, local
+        ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters, or until `has_landed` the mean of
+        the groups. A folder beside it has a file for every rank: state of engine and ``inner_optimizers``, local
         parameters, and random numbers.
         """
         require_processes(self.topology)
@@ -509,12 +511,12 @@ class StreamingDiLoCo:
         save(str(path), self.topology, self.settings, self.state_dict(), outer, self.rounds.inner_optimizers)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Goes on where `save` was called; refused on all ranks if settings, ranks or files are not those of then."""
+        """Resumes where `save` was called; refused on all ranks if settings, ranks or files differ."""
         self.load_state_dict(load(str(path), self.topology, self.given, self.rounds.inner_optimizers))
 
     @torch.no_grad()
     def restart(self, restart: Restart) -> None:
-        """Starts the rounds anew where an earlier run was, whatever its groups and fragments. All ranks call it."""
+        """Restarts the rounds from an earlier run's outer state, with any groups and fragments. All ranks call it."""
         self._counts = Counts(**restart.counts)
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
         self.rounds.begin(NamedOuter(landed, restart.buffers), self.inner_steps)
@@ -522,7 +524,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:
-        """Goes on as if these had been the settings from the start. All ranks must call it, before a launch was due."""
+        """Continues as if these settings had held from the start. All ranks must call it, before any launch is due."""
         self._require_no_site()
         self.rounds.require_no_launch(self.inner_steps, settings)
         before, began_at = self.rounds.fragments, self.rounds.began_at
@@ -534,23 +536,22 @@ class StreamingDiLoCo:
             fragment.weight = before[0].weight
 
     def has_other_parameters(self) -> bool:
-        """Tells whether parameters were frozen or became trainable since the model was cut."""
+        """Returns whether parameters were frozen or became trainable since the model was cut."""
         return set(trainable(self.model)) != {name for own in self.rounds.fragments for name in own.layout.names}
 
     @torch.no_grad()
     def recut(self) -> list[Landing]:
-        """Cuts the model anew after parameters were frozen or became trainable. All ranks must call it.
+        """Cuts the model again after parameters were frozen or became trainable. All ranks must call it.
 
-        What is in flight lands first, and is returned. A parameter that was frozen takes its outer value, or the mean
-        of the groups if it never landed; one that became trainable starts from its value without momentum, and rounds
-        begin anew.
+        Lands what is in flight, and returns it. A newly frozen parameter takes its outer value, or the mean of the
+        groups if it never landed; a newly trainable one starts from its value without momentum. Rounds restart.
         """
         self._require_no_site()
         if not self.settings.shares:
             raise ValueError(
-                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} does"
-                " not follow: groups hold outer parameters of their own, and a frozen one would stay different. Choose"
-                " what is trainable before training, and train in several fits."
+                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} cannot"
+                " follow: groups hold their own outer parameters, and a frozen one would stay different. Choose what is"
+                " trainable before training, and train in several fits."
             )
         before = self.rounds.fragments
         fragments = cut_again(self.model, before, self.settings, self.topology)
@@ -572,17 +573,17 @@ class StreamingDiLoCo:
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
-                "Fragments and settings of a site are those of the run config: while it trains, parameters cannot be"
-                " frozen or become trainable, and settings cannot be chosen anew. Found another run, from the outer"
-                " model of this one."
+                "A site's fragments and settings are fixed by the run config: while it trains, parameters cannot be"
+                " frozen or become trainable, and settings cannot change. Found another run, from the outer model of"
+                " this one."
             )
 
     def report(self) -> dict[str, float]:
-        """Tells what happened so far, and the numbers of outer step and landing.
+        """Returns what happened so far, and the numbers of outer step and landing.
 
-        ``flights_dropped`` were lost when a run went on with other groups or settings. ``bytes_sent`` and
-        ``bytes_received`` are those of this rank, to and from other groups. ``exposed_wait_s`` is how long training
-        waited for fragments, and ``in_flight_s`` how long these were in flight, added up.
+        ``flights_dropped`` counts flights lost when a run continued with other groups or settings. ``bytes_sent`` and
+        ``bytes_received`` count this rank's bytes to and from other groups. ``exposed_wait_s`` is the time training
+        waited for fragments, and ``in_flight_s`` the time these were in flight, added up.
         """
         return {**asdict(self._counts), **self.settings.numbers}
 
@@ -601,9 +602,9 @@ def _warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int
         return max(given, steps + 1)
     if was == 0:
         raise ValueError(
-            f"warmup_steps={given} was given, and this run began with no warm-up: until inner step {steps} its groups"
-            " have trained alone, so there is no model that all of them could warm up. Leave warmup_steps out to go on"
-            " with this run, or start a new one."
+            f"warmup_steps={given} was given, but this run began without a warm-up: until inner step {steps} its groups"
+            " have trained alone, so they have no common model to warm up. Leave warmup_steps out to continue this run,"
+            " or start a new one."
         )
     if says:
         _log.warning(

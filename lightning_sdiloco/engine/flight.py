@@ -1,6 +1,6 @@
 """A fragment in flight: lines 7 to 11 of Algorithm 2, between its launch and its landing, while training goes on.
 
-A launch reads all that a flight takes along. `Synchronizer.fly` runs in the background and owns all that it writes to.
+A launch reads all that a flight carries. `Synchronizer.fly` runs in the background and owns all that it writes to.
 What it returns, an `Arrival`, is committed when the fragment lands, and not before.
 
 Work in the background is a generator: what lies between two ``yield`` is a stage. Each stage takes work in the order in
@@ -50,7 +50,7 @@ _REMEMBERED, _FLIGHTS = 16, 3
 
 _log = logging.getLogger(__name__)
 
-# The stages of the background, each with a communicator of its own.
+# The stages of the background, each with its own communicator.
 _SEND, _AVERAGE, _STEP = range(3)
 
 
@@ -72,7 +72,7 @@ class Synchronizer:
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
-        # Where nobody waits for a second hop, and no link is measured by when messages are waited for, the outer step
+        # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
@@ -82,7 +82,7 @@ class Synchronizer:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
         fragment, topology, spans = self._fragments[launch.fragment], self._topology, dict[str, Span]()
         is_round, device = launch.purpose is Purpose.ROUND, launch.gradient.device
-        # What is no outer step makes up for no earlier loss: it takes no memory along, and leaves none.
+        # Other means than an outer step make up for no earlier loss: they use no memory, and leave none.
         memory, tuning = (fragment.load(fragment.memory), fragment.load(fragment.tuning)) if is_round else (None, None)
 
         # Line 7: compress the outer gradient and send it, behind what goes with it.
@@ -105,7 +105,7 @@ class Synchronizer:
         del encoded, messages, tail, values
         yield
 
-        # Line 8: take the mean of what the groups sent; with two hops that of a part, which goes on to all of them.
+        # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which goes to all of them.
         began, posts = time.perf_counter(), [(topology.control, words), (self._exchange, posted)]
         (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
@@ -117,7 +117,7 @@ class Synchronizer:
         is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
         controls = [own._replace(finite=True) for own in controls] if is_spoilt else controls
         count, began = self._count(controls, launch), time.perf_counter()
-        # Where groups exchange with some alone, the mean is that of these.
+        # If groups exchange only with some, the mean is over these.
         partners = launch.leg or range(topology.num_groups)
         counted = count if not launch.leg else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
         mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
@@ -150,7 +150,7 @@ class Synchronizer:
             on_link_s += on_link(posted_at, began, posted_at, arrived[0], 0.0)
             sent, received = sent + sent_on, received + received_on
             mean, residual = all_reduce.assemble(payloads, like=launch.gradient), hop.residual
-            # What has travelled goes before the outer step makes what is new.
+            # Received messages are freed before the outer step makes new tensors.
             del payloads, hop
             posts.clear()
         if is_spoilt:
@@ -236,7 +236,7 @@ class Synchronizer:
 
     def _bring(self, launch: Launch, fragment: FragmentState) -> Brought:
         anchor, twin = fragment.load(fragment.anchor), fragment.load(fragment.twin)
-        assert anchor is not None, "groups hold outer parameters of their own"
+        assert anchor is not None, "groups hold their own outer parameters"
         return bring(launch.outer, launch.gradient, anchor, twin, self._momentum)
 
     def _take(
@@ -250,7 +250,7 @@ class Synchronizer:
         count: Count,
     ) -> Taken:
         group, anchor = self._topology.group_index, fragment.load(fragment.anchor)
-        assert anchor is not None, "groups hold outer parameters of their own"
+        assert anchor is not None, "groups hold their own outer parameters"
         own = all_reduce.decode_own([payloads[group]], launch.gradient)
         return take(brought, own, mean, launch.outer, anchor, group in count.factors, self._momentum)
 
@@ -273,8 +273,8 @@ class Synchronizer:
             missing = self._told(missing, stage)
         if missing is not None:
             raise ExchangeError(
-                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in"
-                " flight. The run cannot go on without it. See why that group stopped or is unreachable; if it was only"
+                f"{missing} while fragment {launch.fragment}, launched after inner step {launch.step}, was in flight."
+                " The run cannot continue without it. Find out why that group stopped or is unreachable; if it was only"
                 " slow, raise timeout."
             ) from missing
         sent = sum([exchange.bytes_sent - was for (exchange, _), (was, _) in zip(posts, before, strict=True)])
@@ -282,7 +282,7 @@ class Synchronizer:
         return messages, sent, received, arrived
 
     def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
-        """Tells the ranks of this group what this one misses; returns that, or else what another one misses."""
+        """Shares with the ranks of this group what this one misses; returns that, or what another one misses."""
         # A number for which group it is: -1 for none, the number of groups where it is not known.
         groups, size = self._topology.num_groups, self._topology.group_size
         code = -1 if missing is None else groups if missing.group is None else missing.group
@@ -311,9 +311,10 @@ class Synchronizer:
             told = ", ".join(f"group {group}: {value}" for group, value in values.items())
             raise AgreementError(
                 f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
-                f" ({told}). Training on would let them drift apart unseen. Resume all groups from one checkpoint."
+                f" ({told}). If training went on, they would drift apart unnoticed. Resume all groups from one"
+                " checkpoint."
             )
-        # Of a leg without finite values, each group goes back to its own outer parameters.
+        # In a leg without finite values, each group goes back to its own outer parameters.
         if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):
             raise AgreementError(
                 f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
@@ -330,7 +331,7 @@ def _messages(payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[
             parts = [one, *tail]
             whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
             messages[id(one)] = torch.cat(parts, out=whole)
-    # Nothing goes to those who are no partners, and nothing comes from them.
+    # Groups that are not partners exchange nothing.
     return [messages[id(one)][: 0 if leg and group not in leg else None] for group, one in enumerate(payloads)]
 
 
@@ -385,13 +386,13 @@ def mean_of_buffers(
     means, left_out, sizes = list[Tensor](), dict[str, str](), [one.numel() for one in outer.values()]
     for own, (name, before) in zip(rows.split(sizes, dim=1), outer.items(), strict=True):
         finite = own.isfinite().all(dim=1).tolist()
-        # What is infinite by design, as a mask may be, is so everywhere.
+        # A value that is infinite by design, such as a mask's, is so everywhere.
         if any(finite) or bool(before.isfinite().all()):
             left_out |= {who: name for who, is_finite in zip(tails, finite, strict=True) if not is_finite}
         means.append(finite_mean(own, before.flatten() if keeps else None))
     if left_out and says:
         _log.warning(
-            "Buffers that are not finite are left out of the mean, and the outer ones take their place: %s.",
+            "Buffers that are not finite are left out of the mean and get the outer values: %s.",
             ", ".join(f"{name!r} of {who}" for who, name in left_out.items()),
         )
     return torch.cat(means)
@@ -436,7 +437,7 @@ class Pending(Generic[Result]):
         self.ready = ready
 
     def advance(self, settle: Callable[[], None] | None = None) -> bool:
-        """Runs the next stage, and tells whether there is another one. Gradients must not be recorded."""
+        """Runs the next stage, and returns whether there is another one. Gradients must not be recorded."""
         assert self._work is not None, "work that has ended does not go on"
         try:
             next(self._work)
@@ -445,7 +446,7 @@ class Pending(Generic[Result]):
             self._result = ended.value
         except BaseException as error:  # it is raised again where the result is asked for
             self._failure = error
-        # The frame of the work is gone, and with it all that it held: when the result is told the interpreter may end,
+        # The frame of the work is gone, and with it all that it held: once the result is out, the interpreter may end,
         # and a thread that frees a tensor meanwhile ends the process.
         self._work = None
         try:
@@ -484,12 +485,12 @@ class Background(ABC):
 
 
 class ThreadBackground(Background):
-    """Runs every stage in a worker thread of its own, on an accelerator in a side stream."""
+    """Runs every stage in its own worker thread, on an accelerator in a side stream."""
 
     def __init__(self, device: torch.device) -> None:
         queues = [_Queue() for _ in range(STAGES)]
         self._first, self._streams = queues[0], _Streams(device) if device.type != "cpu" else None
-        # The threads know the queues and not this object, so that they end with one that nobody closes.
+        # The threads know the queues and not this object, so that they end even if it is never closed.
         self._threads = [
             threading.Thread(target=_serve, args=(own, after, self._streams), name="sdiloco-background", daemon=True)
             for own, after in zip(queues, [*queues[1:], None], strict=True)
@@ -504,7 +505,7 @@ class ThreadBackground(Background):
         return pending
 
     def close(self) -> None:
-        """Lets the worker threads end after what is in their queues, and waits a moment for them to do so."""
+        """Ends the worker threads once their queues are empty, and waits a moment for that."""
         self._first.put(None)
         deadline = time.monotonic() + _MOMENT
         for thread in self._threads:
@@ -577,7 +578,7 @@ class _Inline(Pending[Result]):
 
     @torch.no_grad()
     def result(self) -> Result:
-        # What a group averages others need before they go on.
+        # Others need what a group averages before they go on.
         for pending in self._together:
             if pending._is_first:
                 pending._is_first = False
@@ -595,7 +596,7 @@ class Flight:
 
 
 def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int) -> Landing:
-    """Completes what a flight tells, in the training thread; ``seconds`` is how long the flight took."""
+    """Completes a flight's report, in the training thread; ``seconds`` is how long the flight took."""
     launched, (began, arrived) = launch[1], wait
     ended = max([launched + seconds, *[ended for _, ended in told.spans.values()]])
     spans = {"launch": launch, "flight": (launched, min(ended, arrived)), **told.spans, "wait": wait}
@@ -607,7 +608,7 @@ def completed(told: Landing, launch: Span, wait: Span, seconds: float, step: int
     )
 
 
-# What is measured
+# Measurements
 
 
 class StepClock:
@@ -641,7 +642,7 @@ class StepClock:
 
 
 class LinkRate:
-    """Remembers what the link of this rank carried: the most in its last flights, of which one may have stalled.
+    """Remembers what the link of this rank carried: the most in its last flights, since one may have stalled.
 
     Attributes:
         last: What it was told, the last few.
@@ -678,7 +679,7 @@ def on_link(posted: float, began: float, launched: float, ended: float, encoding
 
     Args:
         posted: When this rank posted its own messages.
-        began: When it began to wait for those of the others.
+        began: When it began to wait for the others' messages.
         launched: When it learned that all groups have launched.
         ended: When their messages were there.
         encoding: How long this rank encoded its own.
@@ -716,7 +717,7 @@ def _agreement(payloads: Sequence[Tensor], compression: Compression, mean: Tenso
 def _diagnosed(
     loss: Tensor, agreement: Tensor, launch: Launch, state: Mapping[str, Any], in_group: Communicator
 ) -> Diagnostics:
-    """Tells how far the groups agree, after the outer step made this state. In-group collective."""
+    """Returns how far the groups agree, after the outer step made this state. In-group collective."""
     # What torch's optimizers call the running mean of their gradients.
     kept = next((state[name] for name in ("momentum_buffer", "exp_avg") if isinstance(state.get(name), Tensor)), None)
     moved = [launch.gradient, launch.outer] + ([] if kept is None else [kept.to(launch.outer.device)])

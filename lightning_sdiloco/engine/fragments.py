@@ -1,4 +1,4 @@
-"""The state of a fragment: all that a rank holds of it in one record, what its launch takes along and what comes back.
+"""The state of a fragment: all that a rank holds of it in one record, what its launch carries and what comes back.
 
 [Note: fragment tensors] A rank holds these tensors of every fragment. ``length`` is the number of values in its shard,
 ``part`` that of the stretch of the shard which its group averages (with one hop the whole shard), and *storage* is the
@@ -13,11 +13,11 @@ buffers            their own    device      Local buffers, in the model, of any 
                                             pass and by landings.
 outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all groups.
 outer.state        (length,)    storage     State of the outer optimizer. What is not elementwise, such as a count of
-                                            steps, has a shape and dtype of its own, and is where torch wants it.
+                                            steps, has its own shape and dtype, and is where torch wants it.
 buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
 memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
                                             until there is some. Each group has its own.
-tuning             (1+blocks,)  storage     What the compression takes over from earlier launches besides, such as
+tuning             (1+blocks,)  storage     What else the compression takes over from earlier launches, such as
                                             thresholds; None until there is some. Each group has its own.
 residual           (part,)      storage     What the second rounding of the mean lost, with two hops; None until there
                                             is some. Each group has its own.
@@ -34,7 +34,7 @@ gradient           (length,)    device      Outer gradient: outer parameters min
 =================  ===========  ==========  ============================================================================
 
 Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
-a launch too). It puts new tensors in the place of old ones and never writes to a tensor of ``outer``,
+a launch too). It replaces old tensors with new ones and never writes to a tensor of ``outer``,
 ``memory``, ``tuning``, ``residual``, ``anchor`` or ``twin``. So the background reads records without a lock, and a
 checkpoint that is written during a flight holds the values before the outer step. The background returns new tensors,
 in an `Arrival`, and writes to none of the record.
@@ -59,7 +59,7 @@ from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimi
 from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, digest, is_sharded, layouts_of, trainable
 
 Span = tuple[float, float]
-"""From when to when, on the clock of ``time.perf_counter()``."""
+"""Start and end, on the clock of ``time.perf_counter()``."""
 
 
 class Purpose(Enum):
@@ -116,7 +116,7 @@ class Launch(NamedTuple):
 
 
 class Diagnostics(NamedTuple):
-    """Tells how far the groups agree on a fragment, and what became of its outer gradient."""
+    """How far the groups agree on a fragment, and what became of its outer gradient."""
 
     cosines: tuple[float, ...]
     local_distance: float
@@ -125,13 +125,13 @@ class Diagnostics(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """Tells what happened at a landing.
+    """What happened at a landing.
 
     Attributes:
         fragment: The fragment that landed.
         launched_at: Inner step after which it was launched.
-        requests: What the groups asked of all groups at the launch, one bit each.
-        left_out: The groups whose outer gradient was not finite, and that were left out of the mean.
+        requests: What groups asked of all groups at the launch, one bit each.
+        left_out: The groups left out of the mean because their outer gradient was not finite.
         outlying: The groups that ``outlier_guard`` left out of the mean.
         outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
         outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
@@ -142,16 +142,14 @@ class Landing(NamedTuple):
         bytes_received: Bytes that this rank received from other groups for this flight.
         counted: The groups that counted in the mean.
         group_norms: Norm of the outer gradient of each group, before any compression.
-        spans: From when to when what happened, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and
-            ``land`` in the training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``,
-            ``relay`` if there is a second hop, and ``outer_step`` in the background.
+        spans: When each part ran, on the clock of ``time.perf_counter()``: ``launch``, ``wait`` and ``land`` in the
+            training thread, ``flight`` and its parts ``encode``, ``transfer``, ``decode``, ``relay`` if there is a
+            second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
-        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if that cannot be told,
-            because they were there already when this rank began to wait for them.
-        sites: Of a site of a federation: the names of the sites that counted in the round, this one's among them unless
-            it came too late.
-        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 where that was
-            not known.
+        on_link_s: Seconds for which the messages of the other groups were on the link; NaN if unknown, because they had
+            arrived before this rank began to wait for them.
+        sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
+        step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
     """
 
     fragment: int
@@ -183,7 +181,7 @@ class Landing(NamedTuple):
     def link_gbit_s(self) -> float:
         """The effective link rate: what went in one direction over the time for which it was on the link.
 
-        NaN where that time cannot be told; 0 if nothing was sent.
+        NaN if that time is unknown; 0 if nothing was sent.
         """
         bits = 8 * max(self.bytes_sent, self.bytes_received)
         if not bits:
@@ -192,7 +190,7 @@ class Landing(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """What a flight brings: the values that its landing commits, and what it tells but for the times of the landing."""
+    """What a flight brings: the values that its landing commits, and its report, except the times of the landing."""
 
     changes: Mapping[str, Any]
     rule: LandingRule
@@ -338,13 +336,13 @@ class FragmentState:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
-        """Reads all that a flight takes along. From here on the group counts its inner steps anew."""
+        """Reads all that a flight carries. From here on the group's inner steps count from zero."""
         launch = self.read(step, deadline, purpose, requests)
         self.weight = 0
         return launch
 
     def read(self, step: int, deadline: float, purpose: Purpose, requests: int = 0) -> Launch:
-        """Reads all that a flight takes along, and changes nothing; the arguments are those of `launch`."""
+        """Reads all that a flight carries, and changes nothing; it takes the arguments of `launch`."""
         is_round = purpose is Purpose.ROUND
         outer = self.load_outer() if is_round else self._zero()
         return Launch(
@@ -353,7 +351,7 @@ class FragmentState:
             outer=outer,
             gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
             buffers=self.buffers.snapshot(),
-            # What changed elsewhere, groups that hold outer buffers of their own do not know.
+            # Groups with their own outer buffers do not know what changed elsewhere.
             travelling=self.buffers.travelling(not is_round or not self.shares),
             requests=requests,
             weight=self.weight,
@@ -362,7 +360,7 @@ class FragmentState:
         )
 
     def gradient_launch(self, step: int, deadline: float, trains: bool, requests: int) -> Launch:
-        """Reads what a flight takes along for the mean of the gradients, and changes nothing."""
+        """Reads what a flight carries for the mean of the gradients, and changes nothing."""
         zeros = self._zero().new_zeros(self.layout.length)
         gradient = self.layout.negated_gradients(zeros) if trains else zeros
         weight, purpose = int(trains), Purpose.GRADIENT
@@ -372,7 +370,7 @@ class FragmentState:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
         alike, rounds = list[Tensor](), 0
         if launch.leg and self.anchor is not None:
-            # Partners hold outer parameters of their own, and take them apart by what they share.
+            # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
         elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
             buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]

@@ -24,13 +24,13 @@ Make = Callable[[Sequence[Tensor]], Optimizer]
 MakeSchedule = Callable[[Optimizer], LRScheduler]
 
 # Values that are stepped at once: few, so that they stay in the cache and the allocator holds little of what an
-# optimizer makes meanwhile; so many that the calls cost nothing. Stretches begin where a vector unit would begin too.
+# optimizer makes meanwhile; enough that the calls cost nothing. Stretches begin where a vector unit would begin too.
 _STRETCH = 1 << 16
 _STRETCH_ON_DEVICE = 1 << 23
 _ALIGNED = 1 << 10
 
 MOMENTUM = "momentum_buffer"
-"""Under which key torch's SGD keeps the momentum."""
+"""The key under which torch's SGD keeps the momentum."""
 
 # What hyperparameters are where `nesterov_step` is the step; a schedule may change any.
 _NESTEROV = {"dampening": 0, "weight_decay": 0, "nesterov": True, "maximize": False}
@@ -52,7 +52,7 @@ class OuterStorage:
         self.device = device
 
     def store(self, values: Tensor) -> Tensor:
-        """Stores a tensor to which nobody writes from here on. May wait for the device."""
+        """Stores a tensor that is not written to from here on. May wait for the device."""
         return values
 
     def store_copy(self, values: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class OnHost(OuterStorage):
 
     @override
     def prefetch(self, stored: Tensor) -> Callable[[], Tensor]:
-        """Copies on a stream of its own, into memory of the stream that asked for it."""
+        """Copies on its own stream, into memory of the stream that asked for it."""
         module, copies = torch.get_device_module(self.device), self._copies
         values = torch.empty(stored.shape, dtype=stored.dtype, device=self.device)
         # What had this memory before may still be at work in the stream that asks.
@@ -103,7 +103,7 @@ class OnHost(OuterStorage):
             values.copy_(stored, non_blocking=True)
             done = module.Event()
             done.record(copies)
-        # If nobody takes it, its memory must not go to another tensor before the copy is done.
+        # If it is not taken, its memory must not go to another tensor before the copy is done.
         values.record_stream(copies)
 
         def taken() -> Tensor:
@@ -215,7 +215,7 @@ class ShardOptimizer:
                 else copy.deepcopy(kept)
                 for key, kept in before.items()
             }
-            # One copy serves all stretches: the allocator of the host would hold many of those that come and go.
+            # One copy serves all stretches: the host's allocator would hold many short-lived ones.
             if scratch.numel() < where.stop - where.start:
                 scratch = new_vector(where.stop - where.start, values.device)
             copied = scratch[: where.stop - where.start].copy_(values[where])
@@ -292,8 +292,7 @@ def _groups_of(optimizer: Optimizer, parameters: list[Parameter]) -> list[int]:
     if missing or len(index) != len(parameters):
         raise ValueError(
             f"outer_optimizer made an optimizer over {len(index)} tensors that leaves out the shards {missing} of"
-            f" {len(parameters)}. It must hold every shard it is given, and nothing else. Pass the shards on as they"
-            " are."
+            f" {len(parameters)}. It must hold exactly the shards that it is given. Pass them on unchanged."
         )
     return [index[id(parameter)] for parameter in parameters]
 
@@ -319,7 +318,7 @@ def _check_elementwise(make: Make, count: int) -> None:
         raise ValueError(
             "outer_optimizer does not work elementwise: stepping a vector whole and in two halves gave different"
             " values. It sees flat shards of fragments, whose shapes and norms mean nothing. Choose an optimizer that"
-            " treats every value on its own, such as torch.optim.SGD or torch.optim.AdamW."
+            " treats each value separately, such as torch.optim.SGD or torch.optim.AdamW."
         )
 
 
@@ -338,7 +337,7 @@ def _tried(make: Make, values: list[Tensor], gradients: list[list[Tensor]], part
 
 
 def is_elementwise(kept: Any, values: Tensor) -> bool:
-    """Tells whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
+    """Returns whether something that an optimizer keeps of a shard has an entry for every value, as a momentum does."""
     return isinstance(kept, Tensor) and kept.shape == values.shape
 
 
@@ -356,7 +355,7 @@ def stretches(numel: int, device: torch.device) -> list[slice]:
 
 Groups = list[dict[str, Any]]
 
-# Schedules are compared by what they do in so many rounds.
+# Schedules are compared by what they do in this many rounds.
 _COMPARED = 1000
 _SHOWN = 4
 
@@ -386,7 +385,7 @@ class Rates:
             try:
                 self._scheduler.step()
             except Exception as error:
-                reason = f"cannot be stepped by the count of rounds alone: {error}"
+                reason = f"cannot be stepped by counting rounds: {error}"
                 raise _unusable(self._scheduler, reason) from error
             self._rounds.append(_copied(self._carrier))
             # Some end before, such as OneCycleLR: then the rounds that they have are compared. Once, at the start: from
@@ -412,8 +411,8 @@ class Rates:
             except Exception as error:
                 raise ValueError(
                     f"outer_optimizer.lr_schedule has no rate for round {len(self._rounds)}, counted from 0: {error}."
-                    f" Give the {type(self._scheduler).__name__} as many rounds as the training has, or choose one that"
-                    " does not end."
+                    f" Give the {type(self._scheduler).__name__} as many rounds as you train, or choose one without an"
+                    " end."
                 ) from error
             self._rounds.append(_copied(self._carrier))
         return self._rounds[number]
@@ -449,11 +448,11 @@ def _made(make: MakeSchedule, carrier: _Carrier) -> LRScheduler:
             " the optimizer alone and must return a torch scheduler; bind its other arguments with functools.partial."
         ) from error
     if not isinstance(scheduler, LRScheduler):
-        raise _unusable(scheduler, "is no torch.optim.lr_scheduler.LRScheduler")
+        raise _unusable(scheduler, "is not a torch.optim.lr_scheduler.LRScheduler")
     if isinstance(scheduler, ReduceLROnPlateau):
         raise _unusable(scheduler, "needs a metric, which an outer step does not have")
     if scheduler.optimizer is not carrier:
-        raise _unusable(scheduler, "schedules another optimizer than the one that it was given")
+        raise _unusable(scheduler, "schedules another optimizer than the one it was given")
     # Schedulers warn if their optimizer has not stepped before them.
     carrier.step()
     return scheduler

@@ -1,6 +1,6 @@
-"""The outer view: the outer model, or a mean of the groups, in the place of the local one.
+"""The outer view: the outer model, or a mean of the groups, instead of the local one.
 
-[Note: a copy is put aside] While the outer model is shown, the local values rest in a copy of their own, on the host if
+[Note: a copy is put aside] While the outer model is shown, the local values rest in a separate copy, on the host if
 outer state does. Two ways would need no copy, and neither can be had:
 
 - Exchange the contents: the local values rest in the memory of the outer ones meanwhile. But a tensor of the outer
@@ -122,7 +122,7 @@ class OuterView:
     def local_values(self) -> list[Tensor]:
         """Returns all that differs between groups in the model itself, on the host. Write to none of it."""
         if self._stash is not None:
-            # Nobody writes to what has been put aside.
+            # What has been put aside is not written to.
             return [tensor.cpu() for tensor in self._stash]
         return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
 

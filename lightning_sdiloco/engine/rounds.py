@@ -1,6 +1,6 @@
 """Algorithm 2 of Streaming DiLoCo (arXiv 2501.18512): which fragments launch and land after an inner step.
 
-`Rounds` is the loop for worker groups that are launched together. A federation, from above, has one of its own behind
+`Rounds` is the loop for worker groups that are launched together. A federation, from above, has its own behind
 the same methods, `Loop`: what is due there, records say.
 
 [Note: the mean of the groups] Evaluation may want the plain mean of the local values, and so does the end of training.
@@ -48,11 +48,11 @@ _KEPT_BYTES = 12
 
 
 class Loop(Protocol):
-    """What happens after an inner step, with all who train together; the methods are those of `Rounds`.
+    """What happens after an inner step, with all that train together; it has the methods of `Rounds`.
 
     Attributes:
         requested: What ranks ask of each other with this inner step, where that needs no launch.
-        is_over: Whether nobody trains any more.
+        is_over: Whether training has ended everywhere.
     """
 
     @property
@@ -94,7 +94,7 @@ class Federated(Protocol):
 
 
 class Rounds:
-    """Launches and lands the fragments of a model in all worker groups alike; nobody asks anybody what is due."""
+    """Launches and lands the fragments of a model in all worker groups alike, without asking each other what is due."""
 
     requested, is_over = 0, False
 
@@ -108,7 +108,7 @@ class Rounds:
     ) -> None:
         self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
-        # What this rank tells all groups with the next launch. Signal handlers may request something at any moment.
+        # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
         self._sharded = sharded_modules(model)
@@ -142,7 +142,7 @@ class Rounds:
         self.began_at = step
         # What the rounds before have in flight arrives, and lands nowhere.
         self.flights: list[Flight] = []
-        # The warm-up is that of the run: rounds that begin anew have what is left of it.
+        # The warm-up belongs to the run: rounds that restart have what is left of it.
         left = max(0, self.settings.warmup_steps - step)
         settings = self.settings
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
@@ -161,7 +161,7 @@ class Rounds:
     def take_requests(self) -> int:
         """Returns what was requested since the last launch took it along."""
         taken = self.requests
-        # What a signal handler adds in the meantime stays.
+        # Requests that a signal handler adds in the meantime stay.
         self.requests &= ~taken
         return taken
 
@@ -263,12 +263,12 @@ class Rounds:
             return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
 
     def recover(self, landed: int) -> None:
-        """Takes the outer values wherever those of this group are not finite, after a landing. In-group collective."""
+        """Takes the outer values wherever this group's are not finite, after a landing. In-group collective."""
         self.reshard()
         in_group, optimizers = self._topology.in_group, self.inner_optimizers
 
         def on_all_ranks(facts: list[bool]) -> list[bool]:
-            """Tells which facts hold on all ranks: they do the same, also where they hold different parts."""
+            """Returns which facts hold on all ranks: they do the same, even if they hold different parts."""
             return [all(ranks) for ranks in zip(*in_group.all_gather_object(facts), strict=True)]
 
         finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
@@ -292,7 +292,7 @@ class Rounds:
     # The warm-up: in the first inner steps all groups take the mean of their gradients; see [Note: warm-up]
 
     def is_warmup(self, step: int) -> bool:
-        """Tells whether the groups take the mean of their gradients in an inner step."""
+        """Returns whether the groups take the mean of their gradients in an inner step."""
         return 0 < step - self.began_at <= self.schedule.warmup_steps
 
     @torch.no_grad()
@@ -310,7 +310,7 @@ class Rounds:
         return len(self.fragments)
 
     def land_gradients(self, step: int) -> Iterator[Landing]:
-        """Waits for the means, and puts them in the place of the gradients."""
+        """Waits for the means, and replaces the gradients with them."""
         if self.is_warmup(step):
             for _ in range(len(self.flights)):
                 yield self._landed(self.flights.pop(0), step)
@@ -321,7 +321,7 @@ class Rounds:
             return 0
         if not idle:
             raise RuntimeError(
-                f"Inner step {step} belongs to the warm-up, and its gradients were not averaged. Call"
+                f"Inner step {step} belongs to the warm-up, but its gradients were not averaged. Call"
                 " average_gradients() after backward(), before gradients are clipped and the optimizer steps; or leave"
                 " out warmup_steps."
             )
@@ -379,7 +379,7 @@ class Rounds:
         if self.flights or steps >= min(own, settings.sync_every):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
-                f" chosen before the first launch only: before inner step {own}."
+                f" chosen only before the first launch: before inner step {own}."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,8 +406,8 @@ class Rounds:
         for what, now in self.described().items():
             if state["described"][what] != now:
                 raise ValueError(
-                    f"The state is that of another {what}: it was {state['described'][what]}, now it is {now}. Resume"
-                    " with the one that it was saved with."
+                    f"The state was saved with another {what}: it was {state['described'][what]}, now it is {now}."
+                    " Resume with the one it was saved with."
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
@@ -417,7 +417,7 @@ class Rounds:
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:
-    """Tells the allocator of an accelerator that the training stream still reads tensors of the side stream."""
+    """Informs an accelerator's allocator that the training stream still reads tensors of the side stream."""
     for tensor in tensors:
         if tensor.device.type != "cpu":
             tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))

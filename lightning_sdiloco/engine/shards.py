@@ -81,9 +81,9 @@ def require_coverage(model: nn.Module, known: Collection[int]) -> None:
     if new:
         first = next(clean_name(name) for name, parameter in model.named_parameters() if id(parameter) in new)
         raise AgreementError(
-            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and"
-            " every group would train its own. With Lightning, change what is trainable between epochs, at the latest"
-            " in on_train_epoch_start; in a loop of your own call recut() after it, in all ranks."
+            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and every group"
+            " would train its own. With Lightning, change what is trainable between epochs, in on_train_epoch_start at"
+            " the latest; in your own loop call recut() afterwards, on all ranks."
         )
 
 
@@ -121,7 +121,7 @@ class ShardSpec(NamedTuple):
         """Writes the values that the rank exchanges into the flat whole parameter."""
         if self.length:
             box = whole.view(self.shape)[self._indices()]
-            # What was picked by indices is a copy.
+            # Picking by indices makes a copy.
             box.view(-1)[self.first : self.first + self.length] = values
             whole.view(self.shape)[self._indices()] = box
 
@@ -135,7 +135,7 @@ class ShardSpec(NamedTuple):
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Tells whether a tensor is a DTensor, of which this rank holds a part."""
+    """Returns whether a tensor is a DTensor, so that this rank holds only a part."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
@@ -158,7 +158,7 @@ def local_gradient(parameter: Tensor) -> Tensor | None:
 
 
 def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Makes a tensor that is sharded like another one, and of which this rank holds the given values."""
+    """Makes a tensor that is sharded like another one, with the given values on this rank."""
     made = torch.empty_like(tensor.detach(), dtype=values.dtype)
     local(made).copy_(values)
     return made
@@ -206,7 +206,7 @@ def held_runs(tensor: Tensor) -> list[Runs]:
         if expected != held:
             raise ValueError(
                 f"torch says that it is divided{described_sharding(tensor)}, but this rank holds {held} of"
-                f" {tuple(tensor.shape)} where that would be {expected}"
+                f" {tuple(tensor.shape)} instead of {expected}"
             )
     runs = list[Runs]()
     for along in positions:
@@ -236,8 +236,7 @@ def divided(shape: Iterable[int], ranks: Sequence[list[Runs]]) -> list[ShardSpec
     exchanged = sum(spec.length for spec in specs)
     if exchanged != prod(shape):
         raise ValueError(
-            f"its ranks hold {exchanged} values where it has {prod(shape)}, so that some"
-            " are missing or are held in several ways"
+            f"its ranks hold {exchanged} of its {prod(shape)} values: some are missing or held in several ways"
         )
     return specs
 
@@ -363,7 +362,7 @@ class FragmentLayout(ABC):
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
-        """Returns the numbers of values in the shards of a group of so many ranks."""
+        """Returns the numbers of values in the shards of a group of ``ranks`` ranks."""
 
     @abstractmethod
     def named(self, gathered: Tensor, shard: Tensor, group: Communicator) -> dict[str, Tensor]:
@@ -378,7 +377,7 @@ class FragmentLayout(ABC):
         """Returns what must be known to read shards of the fragment in a later run, as plain values."""
 
     def to_shard(self, parameters: Sequence[OuterParameter]) -> OuterState:
-        """Returns the outer state of this rank's shard, from that of all parameters in their order.
+        """Returns the outer state of this rank's shard, from all parameters' in their order.
 
         What an optimizer keeps of each value is zero where a parameter has none, and a count is the largest.
         """
@@ -504,7 +503,7 @@ class WholeLayout(FragmentLayout):
 
 
 class ShardedLayout(FragmentLayout):
-    """Lays out a fragment of which every rank of the group holds a part: the shard is what it holds."""
+    """Lays out a fragment that is sharded over the ranks of the group: the shard is what a rank holds."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[Tensor], specs: Sequence[Sequence[ShardSpec]], shard: int
@@ -595,7 +594,7 @@ def digest(values: Tensor, start: int = 0) -> int:
     """Returns the digest of a tensor: the sum of its words, each weighed by its position, modulo 2**64, signed.
 
     A word at an even position and the next one are a number of 64 bits, which is multiplied by its position plus 1.
-    Digests of consecutive shards, which begin at ``start`` in the whole, add up to that of the whole.
+    Digests of consecutive shards, which begin at ``start`` in the whole, add up to the digest of the whole.
 
     Examples:
         >>> from lightning_sdiloco.algorithm.weighting import combined
@@ -628,5 +627,5 @@ def digest(values: Tensor, start: int = 0) -> int:
 
 @cache
 def _odd_numbers() -> Tensor:
-    """Returns the weights of a chunk on a CPU: those of every chunk."""
+    """Returns the weights of a chunk on a CPU, the same for every chunk."""
     return torch.arange(1, _CHUNK, 2, device="cpu")

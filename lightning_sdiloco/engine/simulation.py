@@ -23,12 +23,12 @@ def simulated_topologies(groups: int) -> list[Topology]:
 class SimulatedGroups:
     """Simulates worker groups of one rank each in this process.
 
-    The outer parameters are those that as many real processes would reach with the same data.
+    The outer parameters are the same as with that many real processes and the same data.
 
     Args:
         models: One model for each worker group, all alike. All start from the values of the first.
-        inner_optimizers: The optimizers of each group, if their state shall be reset where it is not finite.
-        settings: As for `StreamingDiLoCo`, without ``worker_groups``.
+        inner_optimizers: The optimizers of each group, if their state should be reset where it is not finite.
+        settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
         ValueError: As `StreamingDiLoCo` does, or if there are no models, or optimizers of two groups share their state.
@@ -53,7 +53,7 @@ class SimulatedGroups:
         self, models: Sequence[nn.Module], inner_optimizers: Sequence[Sequence[Optimizer]] = (), **settings: Any
     ) -> None:
         if not models:
-            raise ValueError("models is empty. Give one model for each worker group that shall be simulated.")
+            raise ValueError("models is empty. Give one model for each simulated worker group.")
         state = models[0].state_dict()
         for model in models[1:]:
             model.load_state_dict(state)
@@ -65,7 +65,7 @@ class SimulatedGroups:
         ]
 
     def average_gradients(self, *, idle: Collection[int] = ()) -> None:
-        """Takes the mean over the groups of their gradients; see `StreamingDiLoCo.average_gradients`.
+        """Averages the groups' gradients; see `StreamingDiLoCo.average_gradients`.
 
         Args:
             idle: The groups that do not train in this inner step.
@@ -79,7 +79,7 @@ class SimulatedGroups:
         """Counts an inner step of every group: launches all that is due, then lands all that is due.
 
         Args:
-            trained: How many micro-batches each group trained, by group; 1 where it is left out.
+            trained: How many micro-batches each group trained, by group; 1 for groups left out.
             idle: The groups that did not train in this inner step.
 
         Returns:
@@ -115,7 +115,7 @@ class SimulatedGroups:
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
-    """Refuses optimizers of which one would see in its state what another group does."""
+    """Refuses optimizers that share tensors of their state with another group's."""
     owners: dict[int, int] = {}
     for group, optimizers in enumerate(groups):
         values = [value for one in optimizers for state in one.state.values() for value in state.values()]
@@ -123,7 +123,7 @@ def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:
             other = owners.setdefault(address, group)
             if other != group:
                 raise ValueError(
-                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so that each"
-                    " would step on what the other does. load_state_dict keeps the tensors that it is given: load"
-                    " copy.deepcopy(state) in each group."
+                    f"The inner optimizers of groups {other} and {group} share tensors of their state, so each would"
+                    " step on the other's. load_state_dict keeps the tensors it is given: load copy.deepcopy(state) in"
+                    " each group."
                 )

@@ -1,7 +1,7 @@
-"""What an engine does before its first step, and before rounds begin anew.
+"""What an engine does before its first step, and before rounds restart.
 
 It finds its place among the ranks, makes sure that all start from the same settings and model, and cuts the model into
-fragments. Outer state outlives these by name: when a model is cut anew, or an earlier run is taken up.
+fragments. Outer state outlives these by name: when a model is cut again, or an earlier run is resumed.
 """
 
 import logging
@@ -49,18 +49,18 @@ _log = logging.getLogger(__name__)
 class WorkerGroups:
     """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
 
-    Make it in all processes, once ``torch.distributed`` is initialised. Where a group has several ranks, the model is
-    wrapped with its `process_group`, and the engine takes the object as its ``worker_groups``.
+    Make it in all processes, once ``torch.distributed`` is initialised. If groups have several ranks, wrap the model
+    with its `process_group`. Give the object to the engine as ``worker_groups``.
 
     Args:
-        worker_groups: Number of worker groups, of consecutive ranks. ``"auto"``: one per process.
+        worker_groups: Number of worker groups; consecutive ranks form a group. ``"auto"``: one per process.
         timeout: How long a fragment may be in flight.
 
     Attributes:
         topology: The ranks, for ``StreamingDiLoCo(topology=...)``.
 
     Raises:
-        ValueError: If it is no number of groups, differs between ranks, or does not divide the ranks.
+        ValueError: If ``worker_groups`` is not a number of groups, differs between ranks, or does not divide the ranks.
 
     Examples:
         >>> groups = WorkerGroups()
@@ -100,7 +100,7 @@ class WorkerGroups:
 def topology_for(
     model: nn.Module, settings: Settings, worker_groups: int | str | WorkerGroups, topology: Topology | None
 ) -> Topology:
-    """Returns the worker groups of an engine: those that were given, or those that it makes."""
+    """Returns the worker groups of an engine: given ones, or new ones."""
     over_nccl = kind_and_backend(settings.exchange)[1] == "nccl"
     if topology is None and not isinstance(worker_groups, WorkerGroups):
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -108,8 +108,8 @@ def topology_for(
     made = topology or worker_groups.topology  # type: ignore[union-attr]
     if over_nccl and made.num_groups > 1 and made.exchange.device.type == "cpu":
         raise ValueError(
-            f"exchange={settings.exchange!r} was given with worker groups that were made before, and exchange over"
-            " gloo. Leave ':nccl' out, or give their number as worker_groups."
+            f"exchange={settings.exchange!r} was given with existing worker groups, which exchange over gloo. Leave"
+            " ':nccl' out, or give their number as worker_groups."
         )
     return made
 
@@ -144,15 +144,15 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
     tensors = chain(model.named_parameters(), model.named_buffers())
     if lazy := [clean_name(name) for name, tensor in tensors if is_lazy(tensor)]:
         raise ValueError(
-            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, and the model is cut"
-            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of"
-            " its __init__."
+            f"{lazy[0]!r} has no shape yet: lazy modules get their shapes from the first batch, but the model is cut"
+            " into fragments before it. Run a batch through the model before trainer.fit, for example at the end of its"
+            " __init__."
         )
     parameters = trainable(model)
     if other := [name for name, parameter in parameters.items() if not parameter.is_floating_point()]:
         raise ValueError(
             f"The trainable parameter {other[0]!r} is {parameters[other[0]].dtype}, which has no float32 outer value."
-            " Only real floating-point parameters can be synchronised. Store complex values as two real parameters, or"
+            " Only real floating-point parameters can be exchanged. Store complex values as two real parameters, or"
             " freeze it."
         )
     frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
@@ -179,16 +179,16 @@ def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Top
         )
     if partition.fell_back:
         _log.warning(
-            "fragments=%r: no repeated blocks were found in the model, so its tensors are distributed over %d"
-            " balanced fragments. Give patterns to choose the fragments yourself.",
+            "fragments=%r: the model has no repeated blocks, so its tensors are divided into %d balanced fragments."
+            " Give patterns to choose the fragments yourself.",
             settings.fragments,
             len(partition.fragments),
         )
     if suits := settings.better_for_sparse(topology.num_groups):
         _log.warning(
             "outer_lr=%g and outer_momentum=%g are known not to suit compression=%r: what is not sent adds up until it"
-            " is, so that training is slow or diverges where outer_lr / (1 - outer_momentum) is not between %g and %g."
-            " Leave both out, which chooses outer_lr=%g and outer_momentum=%g.",
+            " is, so training is slow or diverges unless outer_lr / (1 - outer_momentum) is between %g and %g. Leave"
+            " both out to get outer_lr=%g and outer_momentum=%g.",
             settings.outer_lr,
             settings.outer_momentum,
             settings.compression,
@@ -203,8 +203,8 @@ def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings,
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
-            "%s averages the steps that it makes, as schedule-free optimizers and GPA do, and outer_momentum=%g"
-            " averages them once more. outer_lr=1 and outer_momentum=0 leave it to the inner optimizer.",
+            "%s averages its steps, as schedule-free optimizers and GPA do, and outer_momentum=%g averages them once"
+            " more. Give outer_lr=1 and outer_momentum=0 to leave it to the inner optimizer.",
             averaging[0],
             momentum,
         )
@@ -241,15 +241,15 @@ def require_same_model(model: nn.Module, world: Communicator) -> None:
     ):
         raise ValueError(
             f"The processors of these ranks round differently: {differences[0]}. Worker groups would drift apart. Train"
-            " on machines whose processors have the same instructions, or set ATEN_CPU_CAPABILITY=default on all ranks,"
-            " for those that every processor has."
+            " on machines whose processors have the same instructions, or set ATEN_CPU_CAPABILITY=default on all ranks"
+            " to use only what every processor has."
         )
 
 
 @cache
 def rounding() -> str:
     """Returns what this processor makes of known values, in what has to give the same bits in all groups."""
-    # No random numbers: those of torch differ between processors.
+    # No random numbers: torch's differ between processors.
     known = (torch.arange(3 * 4099, device="cpu") * 7919 % 2003 - 1001).to(torch.float32) / 997
     values, gradient, momentum = known.view(3, -1).clone().unbind()
     codec, mean = FP4(), torch.empty_like(gradient)
@@ -259,29 +259,28 @@ def rounding() -> str:
 
 
 def require_own_group(model: nn.Module, topology: Topology) -> None:
-    """Refuses a model that is trained by other ranks than those of its worker group."""
+    """Refuses a model that ranks outside its worker group train, too."""
     for name, parameter in model.named_parameters():
         if others := sorted(set(ranks_of(parameter)) - set(topology.ranks)):
             raise ValueError(
-                f"The parameter {name!r} is sharded over ranks of several worker groups: {_listed(others)} do not"
-                f" belong to that of this rank. Shard the model over a mesh of {_listed(list(topology.ranks))}."
+                f"The parameter {name!r} is sharded over ranks of several worker groups: {_listed(others)} are outside"
+                f" this rank's. Shard the model over a mesh of {_listed(list(topology.ranks))}."
             )
     for name, part in model.named_modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(part).__mro__):
             raise ValueError(
-                f"{_part(name)} is wrapped in FullyShardedDataParallel, which keeps flat parts of its parameters that"
-                " the worker groups cannot exchange by name. Use fully_shard over the ranks of the worker group."
+                f"{_part(name)} is wrapped in FullyShardedDataParallel, whose flat parameters the worker groups cannot"
+                " exchange by name. Use fully_shard over the ranks of the worker group."
             )
         ranks = ranks_in(part.process_group) if isinstance(part, DistributedDataParallel) else list(topology.ranks)
         # A single rank without others, such as a simulated worker group, may count itself as any.
         if ranks != list(topology.ranks) and max(len(ranks), topology.group_size) > 1:
             raise ValueError(
-                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, and the worker group of"
-                f" this rank is {_listed(list(topology.ranks))}: gradients must be averaged inside the group and"
-                " nowhere else, or all groups train in step. Give the model unwrapped if groups have one rank, and"
-                " otherwise wrap it with DistributedDataParallel(model,"
-                f" process_group=WorkerGroups({topology.num_groups}).process_group). Fabric does so with"
-                " strategy='streaming_diloco'."
+                f"{_part(name)} is wrapped in DistributedDataParallel over {_listed(ranks)}, but this rank's worker"
+                f" group is {_listed(list(topology.ranks))}: gradients must be averaged inside the group only, or all"
+                " groups train in step. If groups have one rank, give the model unwrapped; otherwise wrap it with"
+                f" DistributedDataParallel(model, process_group=WorkerGroups({topology.num_groups}).process_group)."
+                " Fabric does so with strategy='streaming_diloco'."
             )
 
 
@@ -309,7 +308,7 @@ def broadcast(tensor: Tensor, topology: Topology) -> None:
 
 
 def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
-    """Tells whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
+    """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
@@ -348,7 +347,7 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
     return differences
 
 
-# Rounds that begin anew
+# Rounds that restart
 
 
 class NamedOuter(NamedTuple):
@@ -372,7 +371,7 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 @torch.no_grad()
 def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
     """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
-    # All fragments of a round see the same learning rate, also those that are new.
+    # All fragments of a round see the same learning rate, new ones, too.
     rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
     for fragment in fragments:
         layout, known = fragment.layout, dict(outer.parameters)
@@ -385,7 +384,7 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
 
 @torch.no_grad()
 def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
-    """Prepares a model for being cut anew: what was frozen takes its outer value, new that of group 0."""
+    """Prepares a model for a new cut: frozen parameters take their outer value, new ones group 0's."""
     now = trainable(model)
     frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
     for fragment in fragments:
@@ -399,11 +398,11 @@ def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: Named
 def cut_again(
     model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model anew after parameters were frozen or became trainable. All ranks must call it."""
+    """Cuts a model again after parameters were frozen or became trainable. All ranks must call it."""
     if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
         raise ValueError(
-            "Parameters were frozen or became trainable since training began. FSDP2 does not follow: what became"
-            " trainable would not be trained. Choose what is trainable in configure_model, and train in several fits."
+            "Parameters were frozen or became trainable since training began. FSDP2 cannot follow: new ones would not"
+            " be trained. Choose what is trainable in configure_model, and train in several fits."
         )
     require_same_model(model, topology.world)
     return cut(model, settings).fragments
@@ -413,6 +412,6 @@ def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[M
     names = [list(fragment.layout.names) for fragment in fragments]
     if [fragment["names"] for fragment in saved] != names:
         raise ValueError(
-            f"The state is that of other fragments: it has {len(saved)}, this engine has {len(names)}, or they hold"
-            " other parameters. Resume with the same model and the same fragments."
+            f"The state has other fragments: {len(saved)} instead of {len(names)}, or with other parameters. Resume"
+            " with the same model and the same fragments."
         )

@@ -1,7 +1,7 @@
 """The arithmetic of a site: its outer gradient becomes bytes, and what a record counts becomes new outer parameters.
 
-It is that of the fixed world: the same compression, weights, mean and outer step, in the order of the record. So a
-federation in which nobody is ever late has the bits of the fixed world. What is sent for a last round is float32, and
+It is the fixed world's: the same compression, weights, mean and outer step, in the order of the record. So a
+federation in which no site is ever late has the bits of the fixed world. What is sent for a last round is float32, and
 its record takes the plain mean, as the final exchange does there; see [Note: the last round].
 """
 
@@ -86,7 +86,7 @@ class SiteArithmetic:
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
         outer = digest(launch.outer, start=fragment.layout.start)
-        # One that overflows is told as the largest number, for the guard.
+        # One that overflows is reported as the largest number, for the guard.
         own = payload, outer, finite, min(norm, _LARGEST) if finite else 0.0
         payloads, digests, finites, norms = zip(*self._site.all_gather_object(own), strict=True)
         sent = replace(
@@ -207,7 +207,7 @@ class SiteArithmetic:
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:
-    """Returns the payloads that a rank fetches: of which source in the record, of which rank there, and its name."""
+    """Returns the payloads that a rank fetches: source in the record, rank there, and name."""
     return [
         (source, place, payloads[place])
         for source, payloads in enumerate(record.sources)
@@ -216,7 +216,7 @@ def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Pa
 
 
 def digests_of(values: Sequence[Tensor], starts: Sequence[int], ranks: Communicator) -> list[int]:
-    """Returns the digests of fragments of which each rank has a shard, which starts there. In-group collective."""
+    """Returns the digests of fragments from each rank's shards and where they start. In-group collective."""
     shards = ranks.all_gather_object([digest(own, start) for own, start in zip(values, starts, strict=True)])
     return [combined(list(own)) for own in zip(*shards, strict=True)]
 
@@ -232,7 +232,7 @@ _TESTED = 4099
 
 def self_test(settings: Settings, device: torch.device) -> str:
     """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
-    # No random numbers: those of torch differ between processors.
+    # No random numbers: torch's differ between processors.
     numbers = (torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001 for seed in range(4))
     outer, *gradients = ((one.to(torch.float32) / 997).to(device) for one in numbers)
     all_reduce = all_reduce_for(settings.exchange, 1, settings.codec, settings.landing.kept).at(1)

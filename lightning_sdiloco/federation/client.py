@@ -50,7 +50,7 @@ _PAUSE = 0.2  # seconds before a blob is tried again, twice as long each time th
 _STUCK = 4
 _THREADS = 128
 
-# How the way to a hub is measured: with pings, so many at a time on a connection and bytes in each, until it is busy.
+# How the way to a hub is measured: with pings, this many at a time on a connection and bytes in each, until it is busy.
 _MOST_BYTES = 128 << 20
 _CALLS = 20
 _STEPS = ((1, CHUNK // 16), (1, CHUNK // 4), (1, CHUNK), (4, CHUNK))
@@ -63,14 +63,14 @@ _Parts = list[list[int]]
 def hub_addresses(hub: str) -> list[tuple[str, int]]:
     if "://" in hub or hub.startswith("/"):
         raise ValueError(
-            f"hub={hub!r} is a folder or bucket, and sites meet at a hub: start one on a machine that all of them reach"
-            " (sdiloco hub), and give its ADDRESS:PORT. It keeps payloads in a folder or bucket with --store."
+            f"hub={hub!r} is a folder or bucket, but sites meet at a hub: start one on a machine that all of them reach"
+            " (sdiloco hub), and give its ADDRESS:PORT. The hub can keep payloads in a folder or bucket (--store)."
         )
     places = []
     for one in map(str.strip, hub.split(",")):
         host, _, port = one.rpartition(":")
         if not host or not port.isdecimal():
-            raise ValueError(f"hub={one!r} is no address: give one with a port, such as a.example:29400.")
+            raise ValueError(f"hub={one!r} is not an address: give one with a port, such as a.example:29400.")
         if not 0 < int(port) < 1 << 16:
             raise ValueError(f"hub={one!r} has port {port}: a port is a number from 1 to 65535.")
         places.append((host.strip("[]"), int(port)))
@@ -101,7 +101,7 @@ class HubClient:
             bundle = bundle.bound(run)
         else:
             warnings.warn(
-                f"What goes to hub {hub} can be read and changed by others on the way (insecure=True).", stacklevel=2
+                f"Anyone on the way can read and change what goes to hub {hub} (insecure=True).", stacklevel=2
             )
         self.identity = Identity(run, role, name) if bundle is None else bundle.identity._replace(run=run)
         self.incarnation = incarnation or secrets.token_hex(8)
@@ -150,7 +150,7 @@ class HubClient:
                 for piece in self._method("unary_stream", "get", channel)(message, PATIENCE + size / LEAST_RATE):
                     came += piece
                     if len(came) > size:
-                        raise Malformed("the hub sends more than it was asked for.")
+                        raise Malformed("the hub sends more than was asked for.")
             except Exception as error:
                 raise self._error(error) from error
             if len(came) < size:
@@ -162,11 +162,11 @@ class HubClient:
             start, end = end, end + one.size
             blobs[one.key] = came[start:end]
             if key_of(blobs[one.key]) != one.key:
-                raise Altered(f"the hub sent other bytes than those whose digest is {one.key}.")
+                raise Altered(f"the hub sent other bytes than those with digest {one.key}.")
         return blobs
 
     def events(self, hello: Callable[[], Header], heartbeat: Callable[[], Header] = dict) -> Iterator[Event]:
-        """Yields what the hub tells, of its own accord and for as long as the client is not closed."""
+        """Yields what the hub sends unasked, for as long as the client is not closed."""
         broken, self._listening = 0, True
         try:
             while not self._closed.is_set():
@@ -182,7 +182,7 @@ class HubClient:
                     why, kind = str(error), type(error).__name__
                 if self._closed.is_set():
                     return
-                # What waits for it ends at once, and connections are made anew; a hub that lacks something is there.
+                # What waits for it ends at once, and connections are made again; a hub that lacks something is there.
                 self.away = None if kind == "Missing" else why
                 if self.away is not None:
                     self._look_elsewhere()
@@ -191,7 +191,7 @@ class HubClient:
                 broken = min(broken + 1, 10)
         finally:
             self._listening = False
-            # Nobody would notice that it is back.
+            # Its return would go unnoticed.
             self.away = None
 
     def round_trip(self) -> float:
@@ -243,7 +243,7 @@ class HubClient:
     now = staticmethod(time.monotonic)
 
     def listen(self, connection: Any) -> None:
-        """Tells a connection, in a thread, what the hub says and that it cannot be; says its words to the hub."""
+        """Passes the hub's words and errors to a connection, in a thread, and the connection's to the hub."""
 
         def listens() -> None:
             try:
@@ -266,7 +266,7 @@ class HubClient:
         return ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     def pause(self, over: threading.Event, tries: int = 0) -> bool:
-        """Waits before another try, or until something is over; tells whether there is another try."""
+        """Waits before another try, or until something is over; returns whether there is another try."""
         over.wait(backoff(tries))
         return not self._closed.is_set()
 
@@ -314,10 +314,10 @@ class HubClient:
             message = pack(header | {"start": part[0], "end": part[1]})
             calls.append(call := self._method("unary_stream", "get", channel)(message, timeout=left))
             if (said := self._size_of(call)) != size:
-                raise Malformed(f"blob {key} has {size:,} bytes, and the hub says {said:,}.")
+                raise Malformed(f"blob {key} has {size:,} bytes, but the hub says {said:,}.")
             for piece in call:
                 if part[0] + len(piece) > part[1]:
-                    raise Malformed("the hub sends more than it was asked for.")
+                    raise Malformed("the hub sends more than was asked for.")
                 blob[part[0] : part[0] + len(piece)] = piece
                 part[0] += len(piece)
                 progress[0] += 1
@@ -326,7 +326,7 @@ class HubClient:
 
         self._move([[0, size]], size, fetch, lambda parts: [part for part in parts if part[0] < part[1]] or None)
         if key_of(blob) != key:
-            raise Altered(f"the hub sent other bytes than those whose digest is {key}.")
+            raise Altered(f"the hub sent other bytes than those with digest {key}.")
         return blob
 
     def _size_of(self, call: Any) -> int:
@@ -340,7 +340,7 @@ class HubClient:
         while missing is not None:
             self.require()
             if (left := deadline - time.monotonic()) <= 0:
-                raise HubUnreachable("the blob did not get through to or from the hub in time.")
+                raise HubUnreachable("the blob did not reach or leave the hub in time.")
             each = max(CHUNK, -(-sum(end - start for start, end in missing) // (len(self._channels) - 1)))
             parts = [[at, min(at + each, end)] for start, end in missing for at in range(start, end, each)] or [[0, 0]]
             calls, progress, ways = list[Any](), [0], itertools.cycle(self._channels[1:])
@@ -364,7 +364,7 @@ class HubClient:
                 self._closed.wait(backoff(stuck, _PAUSE))
 
     def _at_once(self, tasks: Sequence[Callable[[], None]], progress: Callable[[], int]) -> list[Failure]:
-        """Runs tasks, each of which waits for calls, at the same time; returns what became of those that failed."""
+        """Runs tasks that wait for calls at the same time; returns the failures."""
         futures = [self._pool.submit(task) for task in tasks]
         waiting: set[Future[None]] = set(futures)
         before = progress()
@@ -438,18 +438,18 @@ class HubClient:
                 if self.away is not None:
                     return HubUnreachable(self.away)
                 if "andshake" in details or "erification" in details or "SSL" in details:
-                    details += " (does the hub have keys of the same authority and run, and is TLS on at both ends?)"
+                    details += " (do both ends use TLS, and keys of the same authority and run?)"
                 return HubUnreachable(f"hub {self._hub} does not answer: {code.lower()}, {details[:400]}")
             return ERRORS.get(code, HubError)(f"hub {self._hub}: {details[:1000]}")
         if isinstance(error, self._grpc.FutureCancelledError):
             return HubUnreachable(self.away or f"the call to hub {self._hub} was cancelled.")
         if isinstance(error, ValueError) and str(error).startswith("Cannot invoke RPC"):
-            return HubUnreachable(self.away or f"the connection to hub {self._hub} is made anew.")
+            return HubUnreachable(self.away or f"the connection to hub {self._hub} is being restored.")
         raise error
 
     def _connection(self, hello: Header, heartbeat: Callable[[], Header], patience: float) -> Iterator[Event]:
         over, lock, patience = threading.Event(), threading.Lock(), min(self._timeout, patience)
-        # Since when the hub is listened to in vain: not while what it said is being worked on.
+        # Since when the hub has been silent: not while its last words are being worked on.
         since: float | None = None
 
         def silent() -> bool:
@@ -521,7 +521,7 @@ class _Inline(Executor):
 
 
 class InProcessClient:
-    """A site's way to a hub in this process: nothing is lost, and but for what a link carries nothing is late."""
+    """A site's way to a hub in this process: nothing is lost, and nothing is late, except for what a link carries."""
 
     def __init__(self, hub: Any, site: str, link: Any = None, incarnation: str = "") -> None:
         self.identity, self.incarnation = Identity(hub.run, "site", site), incarnation or secrets.token_hex(8)
@@ -592,7 +592,7 @@ class InProcessClient:
         if self._is_over:
             return
         if self.is_connected and not link.is_away(self.now()):
-            # Who is refused hears it at its next step.
+            # A refused site learns it at its next step.
             with suppress(HubError, Refused):
                 self._hub.coordinator.heartbeat(self._peer, self._connection.words[1])
         self._hub.coordinator.tick()
@@ -658,5 +658,5 @@ def _checked_parts(parts: Any, size: int) -> _Parts:
     ends = [0, *(end for _, end in found)]
     for before, (start, end) in zip(ends, found, strict=False):
         if not before <= start < end <= size:
-            raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {size:,}, or not in order.")
+            raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {size:,}, or out of order.")
     return [list(part) for part in found]

@@ -2,7 +2,7 @@
 
 [Note: read strictly] Text from the network or a disk is checked before it means anything: its size first, then every
 field by its type hint, and what that has in its `Annotated`. ``int`` takes whole numbers from 0 that fit into 64 bits,
-or those of a `range`; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
+or a `range`'s; ``float`` finite ones of at least 0; ``str`` up to 4,096 characters, or another number, or all of
 a pattern; ``tuple[X, ...]`` as many items as a number or a `range` says; a named tuple is a list of its fields, and a
 dataclass an object of them, which checks itself with ``__post_init__``. What is unknown, missing or said twice is
 refused by its name. Bytes are no JSON: they stand only in what ranks of one site pass on to each other.
@@ -40,7 +40,7 @@ Said = TypeVar("Said", bound="Message")
 
 
 class Message:
-    """Writes and reads itself: the base of all dataclasses that have a text of their own."""
+    """Writes and reads itself: the base of all dataclasses with their own text."""
 
     most_bytes: ClassVar[int] = 128 << 10  # of its text: a message names payloads, it does not hold them
     sealed: ClassVar[bool] = False  # whether the text holds its own key, so that no bit of it changes unseen
@@ -56,7 +56,7 @@ class Message:
             value.pop("key", None)
         found: Said = read(cls, value, cls.__name__.lower())
         if cls.sealed and found.to_bytes() != data:
-            raise Malformed("the text does not have the key that stands in it: it was damaged on the way or on a disk")
+            raise Malformed("the text does not match its key: it was damaged on the way or on a disk")
         return found
 
 
@@ -110,20 +110,20 @@ def decoded(data: bytes, most: int) -> Any:
     except Malformed:
         raise
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"this is no JSON: {error}") from None
+        raise Malformed(f"this is not JSON: {error}") from None
 
 
 def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise Malformed(f"{key[:64]!r} is said twice")
+            raise Malformed(f"{key[:64]!r} is given twice")
         found[key] = value
     return found
 
 
 def _no_number(constant: str) -> Any:
-    raise Malformed(f"{constant} is no number")
+    raise Malformed(f"{constant} is not a number")
 
 
 def read(hint: Any, value: Any, name: str) -> Any:
@@ -135,7 +135,7 @@ def read(hint: Any, value: Any, name: str) -> Any:
     if kind in (Union, UnionType):
         if value is None and NoneType in arguments:
             return None
-        # Of two types one is written as an object.
+        # One of two types is written as an object.
         others = [own for own in arguments if own is not NoneType]
         return read(
             next((own for own in others if is_dataclass(own) == isinstance(value, dict)), others[0]), value, name
@@ -150,18 +150,18 @@ def read(hint: Any, value: Any, name: str) -> Any:
         bounds = limit or range(2**63)
         # A bool is an int to Python.
         if type(value) is not int or value not in bounds:
-            raise Malformed(f"{name} is no whole number from {bounds.start} to {bounds.stop - 1}")
+            raise Malformed(f"{name} is not a whole number from {bounds.start} to {bounds.stop - 1}")
         return value
     if kind is float:
         if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-            raise Malformed(f"{name} is no finite number of at least 0")
+            raise Malformed(f"{name} is not a finite number of at least 0")
         return float(value)
     if kind is str:
         if isinstance(limit, re.Pattern):
             if not isinstance(value, str) or not limit.fullmatch(value):
-                raise Malformed(f"{name} is no text like {limit.pattern}")
+                raise Malformed(f"{name} is not a text like {limit.pattern}")
         elif not isinstance(value, str) or len(value) > (limit or LONGEST_TEXT):
-            raise Malformed(f"{name} is no text of at most {limit or LONGEST_TEXT} characters")
+            raise Malformed(f"{name} is not a text of at most {limit or LONGEST_TEXT} characters")
         return value
     if kind is bytes:
         if not isinstance(value, bytes | bytearray | memoryview):
@@ -169,11 +169,11 @@ def read(hint: Any, value: Any, name: str) -> Any:
         return value
     if kind is Literal:
         if value not in arguments:
-            raise Malformed(f"{name} is none of {', '.join(arguments)}")
+            raise Malformed(f"{name} is not one of {', '.join(arguments)}")
         return value
     if kind is Mapping:
         if not isinstance(value, dict):
-            raise Malformed(f"{name} is no object")
+            raise Malformed(f"{name} is not an object")
         key, own = arguments
         return {read(key, item, name): read(own, value[item], f"{name}.{item[:64]}") for item in value}
     if issubclass(kind, tuple):
@@ -185,11 +185,11 @@ def _read_tuple(kind: Any, arguments: Any, limit: int | range | None, value: Any
     if arguments and arguments[-1] is ...:
         sizes = limit if isinstance(limit, range) else range((MOST_FRAGMENTS if limit is None else limit) + 1)
         if not isinstance(value, list) or len(value) not in sizes:
-            raise Malformed(f"{name} is no list of {sizes.start} to {sizes.stop - 1}")
+            raise Malformed(f"{name} is not a list of {sizes.start} to {sizes.stop - 1}")
         return tuple(read(arguments[0], own, f"{name}[{index}]") for index, own in enumerate(value))
     hints = dict(zip(map(str, range(len(arguments))), arguments, strict=True)) or _hints(kind)
     if not isinstance(value, list) or len(value) != len(hints):
-        raise Malformed(f"{name} is no list of {', '.join(hints)}")
+        raise Malformed(f"{name} is not a list of {', '.join(hints)}")
     parts = [read(hint, own, f"{name}.{item}") for (item, hint), own in zip(hints.items(), value, strict=True)]
     return tuple(parts) if arguments else kind(*parts)
 
@@ -200,7 +200,7 @@ def _read_dataclass(kind: Any, value: Any, name: str) -> Any:
         raise Malformed(f"{name} is of type {type(value).__name__}, not an object")
     for key in value:
         if key not in hints:
-            raise Malformed(f"{name} has no use for {key[:64]!r}")
+            raise Malformed(f"{name} has no field {key[:64]!r}")
     for key in hints:
         if key not in value and key not in may_lack:
             raise Malformed(f"{name} lacks {key!r}")

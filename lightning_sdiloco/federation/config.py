@@ -1,4 +1,4 @@
-"""What a user says of a federation: where its hub is, and the terms of its founding; and how a site joins it."""
+"""A user's settings of a federation: its hub, the terms of its founding, and how a site joins it."""
 
 import logging
 from dataclasses import dataclass, replace
@@ -32,37 +32,37 @@ _CHANNELS = 8  # connections of a site over which payloads travel; its ranks sha
 
 @dataclass(frozen=True)
 class Federation:
-    """The federation in which this site trains: jobs that are launched on their own, and joined through a hub.
+    """The federation that this site trains in: jobs launched on their own that join through a hub.
 
     Args:
-        hub: Address and port of the hub; several, "a:29400,b:29400", where it may be started again elsewhere.
-        run: The run.
+        hub: Address and port of the hub; several, "a:29400,b:29400", if it may be restarted elsewhere.
+        run: The name of the run.
         site: The name of this site.
         keys: Its bundle of keys, or the folder of ``sdiloco keys init``.
-        insecure: Speak without TLS, to a hub that does so too, instead of ``keys``.
-        lease: Seconds for which a round waits for a site that gives no heartbeat.
-        grace: Seconds for which a round stays open after its first contribution, and a second less than training waits,
-            at most, for a landing. ``"auto"``: ten seconds, and training never waits.
+        insecure: Connect without TLS, to a hub that also does, instead of using ``keys``.
+        lease: Seconds for which a round waits for a site that sends no heartbeat.
+        grace: Seconds for which a round stays open after its first contribution; training waits for a landing for at
+            most a second less. ``"auto"``: ten seconds, and training never waits.
         quorum: The least number of sites that make a round, which waits for the others until the grace is over. Or a
-            `Quorum`, such as `DynamicBackup`, that decides for whom it waits.
-        late: What becomes of a contribution that comes when its round is closed. ``"drop"``: it counts nowhere, and
-            local and outer parameters are mixed all the same; if the next one is late too, that is carried.
-            ``"carry"``: it stays in the local parameters, and counts in a later round. Each site chooses for itself.
+            `Quorum`, such as `DynamicBackup`, that decides which sites to wait for.
+        late: What happens to a contribution that arrives after its round has closed. ``"drop"``: it counts nowhere, and
+            local and outer parameters are mixed all the same; if the next one is late too, it is carried. ``"carry"``:
+            it stays in the local parameters, and counts in a later round. Each site chooses for itself.
         patience: Seconds for which the site trains without the hub before it gives up.
         rounds: The rounds of every fragment after which the run ends; None: it ends when its sites do.
-        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all of
-            them the same mean, encoded once more, so that a site fetches as much however many there are.
-        sites: Refused: how many sites found the run its operator says to the hub, ``sdiloco hub --sites``.
+        mean: Who averages what the sites have sent. ``"sites"``: each of them. ``"hub"``: the hub, which sends all
+            sites the same mean, encoded once more, so a site fetches the same amount however many sites there are.
+        sites: Refused: the hub's operator sets how many sites found the run, ``sdiloco hub --sites``.
 
     Raises:
-        ValueError: If an argument is out of its range, a hub has no port, or the keys are not there or not those of
-            this site. The message names the argument.
+        ValueError: If an argument is out of range, a hub has no port, or the keys are missing or another site's. The
+            message names the argument.
 
     Examples:
         >>> Federation(hub="a.example:29400", run="llm", site="site b", keys="site-b.bundle")
         Traceback (most recent call last):
         ...
-        ValueError: site='site b' is no name: it must have letters, digits, and '.', '_' or '-' between them. ...
+        ValueError: site='site b' is not a name: it must have letters, digits, and '.', '_' or '-' between them. ...
     """
 
     hub: str
@@ -84,7 +84,7 @@ class Federation:
             value = getattr(self, name)
             if not isinstance(value, str) or not NAME.fullmatch(value):
                 raise ValueError(
-                    f"{name}={value!r} is no name: it must have letters, digits, and '.', '_' or '-' between them."
+                    f"{name}={value!r} is not a name: it must have letters, digits, and '.', '_' or '-' between them."
                     f" Choose another {name}."
                 )
         self._require("lease", is_real(self.lease) and self.lease > 0, "above 0", "10.0 is the default")
@@ -106,7 +106,7 @@ class Federation:
         hub_addresses(self.hub)
         if self.sites is not None:
             raise ValueError(
-                f"sites={self.sites} is nothing that a site says: the hub does (sdiloco hub --sites). Leave it out."
+                f"sites={self.sites} cannot be set by a site, only by the hub (sdiloco hub --sites). Leave it out."
             )
         bundle = bundle_of(self.hub, self.site, self.keys, self.insecure)
         if bundle is not None and bundle.folder is None:  # a folder of keys is bound to the run that connects
@@ -124,7 +124,7 @@ class Federation:
         return self.quorum if isinstance(self.quorum, int) else chosen(self.quorum)
 
     def connect(self, rank: int = 0, ranks: int = 1, incarnation: str = "") -> HubConnection:
-        """Connects a rank of the site, of so many, to the hub; all have the same incarnation."""
+        """Connects one of a site's ``ranks`` to the hub; all have the same incarnation."""
         channels = max(1, _CHANNELS // ranks)
         client = HubClient(
             self.hub, self.run, self.site, self.keys, self.insecure, channels=channels, incarnation=incarnation
@@ -138,24 +138,24 @@ class Federation:
         for name, is_refused, why in (
             ("exchange", kind not in ("auto", "gather"), f"in its second hop {all_wait}"),
             ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
-            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; they can begin from one checkpoint"),
+            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; start all from one checkpoint instead"),
             ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
-            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all have sent"),
+            ("route", settings.route is not None, "a site sends to the hub, and gets from it what all sites have sent"),
             ("weighing", settings.weighing is not None, "sites come and go, and are weighed by their samples"),
             ("mixing", isinstance(settings.mixing, LandingRule), "how a site lands depends on whether it counted"),
         ):
             if is_refused:
                 value = getattr(settings, name)
-                raise ValueError(f"{name}={value!r} does not go with a federation: {why}. Leave {name} out.")
+                raise ValueError(f"{name}={value!r} does not work with a federation: {why}. Leave {name} out.")
         if self.mean == "hub":
             if settings.outer.clip_norm is not None:
                 raise ValueError(
-                    f"clip_norm={settings.outer.clip_norm:g} does not go with mean='hub', which clips nothing. Leave"
+                    f"clip_norm={settings.outer.clip_norm:g} does not work with mean='hub', which clips nothing. Leave"
                     " one of them out."
                 )
             if code_of(settings) is None:
                 raise ValueError(
-                    f"compression={settings.compression!r} does not go with mean='hub': a hub reads 'fp4' and 'fp32',"
+                    f"compression={settings.compression!r} does not work with mean='hub': a hub reads 'fp4' and 'fp32',"
                     " with and without memory. Choose one of them, or leave mean out."
                 )
 
@@ -164,11 +164,11 @@ class Federation:
         self.check(rounds.settings)
         if topology.num_groups > 1:
             raise ValueError(
-                f"worker_groups={topology.num_groups} does not go with a federation: a site is one worker group. Leave"
-                " it out, and start the others as sites of their own."
+                f"worker_groups={topology.num_groups} does not work with a federation: a site is one worker group."
+                " Leave it out, and start the others as their own sites."
             )
         if self.mean == "hub" and any(isinstance(own.layout, ShardedLayout) for own in rounds.fragments):
-            raise ValueError("mean='hub' does not go with a model that is sharded over the ranks. Leave it out.")
+            raise ValueError("mean='hub' does not work with a model that is sharded over the ranks. Leave it out.")
         ours = run_config_of(self, rounds)
         connection = SharedConnection(topology, self.connect)
         try:
@@ -182,7 +182,7 @@ class Federation:
             }
             ours = replace(ours, terms=replace(ours.terms, **founded))
             for patch in ours.require_same(run_config):
-                _log.warning("%s. What its arithmetic makes of known values is the same, so this site joins.", patch)
+                _log.warning("%s. Both compute the same from known values, so this site joins.", patch)
         except Exception:
             connection.own.leave()
             connection.own.close()

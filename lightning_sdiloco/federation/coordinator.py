@@ -1,4 +1,4 @@
-"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, and then tells the sites.
+"""The coordinator: a run at its hub. It asks the rules, makes durable what they say, then informs the sites.
 
 What arrives comes with a `Peer`, whose right to call has been looked at before.
 
@@ -58,7 +58,7 @@ _AGAIN = 1.0  # seconds after which something is tried again that did not succee
 _TIDY_EVERY = 60.0
 _MOST_BEGUN = 128  # blobs of a site whose beginning is remembered
 
-_PATIENCE = 60.0  # seconds after which somebody else is asked for a state that the first one has not begun to send
+_PATIENCE = 60.0  # seconds after which another site is asked for a state that the first has not begun to send
 _SENDING = 3600.0  # seconds that it may take to send a state, and for which one that was handed on can be fetched
 _SNAPSHOT = "the snapshot"  # the source of a state that the hub itself has kept
 
@@ -110,14 +110,16 @@ class Coordinator:
         self.run_config = RunConfig.from_bytes(text) if text else None
         if self.run_config is None and sites is None:
             raise ValueError(
-                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give the ledger of it."
+                f"The ledger has no run {run!r} yet. Say how many sites found it (sites), or give that run's ledger."
             )
         if self.run_config is not None and refound:
             raise ValueError(
                 "The ledger has this run: start the hub without --refound, or give the path of a new ledger."
             )
         if self.run_config is not None and self.run_config.run != run:
-            raise ValueError(f"run={run!r} is not in this ledger, but {self.run_config.run!r}. Give one that fits.")
+            raise ValueError(
+                f"This ledger has run={self.run_config.run!r}, not {run!r}. Give that run, or another ledger."
+            )
         self.run, self.journal, self.store = run, journal, store
         self.statistics: defaultdict[str, SiteStatistics] = defaultdict(SiteStatistics)
         self.trouble: str | None = None
@@ -129,7 +131,7 @@ class Coordinator:
         self._snapshots: dict[str, Snapshot] = {}
         for name, text in journal.notes("snapshot/").items():
             self._snapshots[name] = read(Snapshot, decoded(text, MOST_BYTES), "snapshot")
-        # Of each fragment the numbers of its records, and the keys of the payloads that those name.
+        # The numbers of each fragment's records, and the keys of the payloads that they name.
         self._numbers: list[array[int]] = []
         self._named: list[deque[tuple[int, tuple[str, ...]]]] = []
         self._ledger = self._opened() if self.run_config else None
@@ -143,7 +145,7 @@ class Coordinator:
         self._copying, self._averaging = threading.Lock(), threading.Lock()
         self.backup_folder: Path | None = None
 
-    # What is durable
+    # Durable state
 
     def _opened(self) -> Ledger:
         assert self.run_config is not None, "the run has been founded"
@@ -227,7 +229,7 @@ class Coordinator:
     def back_up(self, folder: Path) -> int:
         """Copies ledger and blobs into a folder, from which a hub can be started; returns how many records it holds.
 
-        What is copied is the run of one moment, while it goes on. A copy that is not complete takes the place of none.
+        It copies the run at one moment, while it goes on. An incomplete copy replaces none.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         copy, ledger = BlobStore(folder / "hub.store"), folder / "hub.sqlite"
@@ -263,7 +265,7 @@ class Coordinator:
     # Sites come and go
 
     def agree(self, site: str, run_config: RunConfig) -> RunConfig:
-        """Hears which run config a site brings; returns that of the run."""
+        """Takes the run config that a site brings; returns the run's."""
         with self._lock:
             return self.run_config or self._founding.propose(site, run_config)
 
@@ -273,17 +275,17 @@ class Coordinator:
         hello = read(Hello, about.get("hello"), "hello")
         _require_own(peer, hello.site, hello.incarnation)
         if hello.run != self.run:
-            raise Refused(f"this hub serves run {self.run!r}, and not {hello.run!r}")
+            raise Refused(f"this hub serves run {self.run!r}, not {hello.run!r}")
         with self._lock:
             run_config = self.run_config
             if run_config is None:
                 if any(at.round for at in hello.applied) and not self._founding.again:
                     raise Refused(
-                        f"this hub has no run yet, and {hello.site} has applied records of one: start the hub with the"
-                        " ledger of that run, or where that is lost with --refound"
+                        f"this hub has no run yet, but {hello.site} has applied records of one: start the hub with that"
+                        " run's ledger, or with --refound if it is lost"
                     )
                 self._founding.hello(hello, self._brought(hello.run_config))
-                log.info("%s is here for the founding; sites that are missing: %d", hello.site, self._founding.missing)
+                log.info("%s is here to found the run; sites still missing: %d", hello.site, self._founding.missing)
                 return [event_of(Waiting(self._ask_founder()))]
             if hello.run_config != run_config.key:
                 self._brought(hello.run_config).require_same(run_config)
@@ -292,18 +294,18 @@ class Coordinator:
     def _brought(self, key: str) -> RunConfig:
         try:
             if self.store.size(key) > RunConfig.most_bytes:
-                raise Malformed("a run config is not as large as that.")
+                raise Malformed("this is too large for a run config.")
             return RunConfig.from_bytes(self.store.get(key))
         except Missing:
-            raise Missing("a site brings its run config before it says hello.") from None
+            raise Missing("a site must send its run config before it says hello.") from None
 
     def _ask_founder(self) -> str:
-        """Asks somebody for the state at round 0, if there are enough; returns what is waited for."""
+        """Asks a site for the state at round 0, if there are enough; returns what is waited for."""
         if self._founding.missing:
             return f"run {self.run!r} is being founded: {self._founding.missing} more sites are needed"
         if self._founding.again:
             self._found_again()
-            return f"run {self.run!r} goes on from what its sites hold"
+            return f"run {self.run!r} continues from what its sites hold"
         founder = self._founding.founder
         if not any(request.founding for request in self._requests.values()):
             self._ask_donor(founder, founding=True)
@@ -328,8 +330,8 @@ class Coordinator:
         member = ledger.members.get(hello.site)
         if member and member.connected and member.incarnation != hello.incarnation and member.until > now:
             raise Busy(
-                f"the name {hello.site} is in use by a living process: end it first, or wait for"
-                f" {member.until - now:.1f} s if it is dead"
+                f"the name {hello.site} is in use by a running process: stop it first, or wait {member.until - now:.1f}"
+                " s if it is dead"
             )
         is_new = not (member and member.connected and member.incarnation == hello.incarnation)
         rolled_back = bool(self.journal.notes("rolled_back"))
@@ -372,7 +374,7 @@ class Coordinator:
         with self._lock:
             is_founding = self._ledger is None
             if self._founding.gone(site) if is_founding else self.ledger.leave(site, peer.incarnation):
-                log.info("%s has gone", site)
+                log.info("%s has left", site)
             self._arriving = {place: own for place, own in self._arriving.items() if place[1] != site}
             self._ask_others(gone=site)
         self._wake()
@@ -384,7 +386,7 @@ class Coordinator:
         kind = about.get("kind")
         if kind == "run_config":
             if size > RunConfig.most_bytes:
-                raise Refused(f"a run config of {size:,} bytes is too large: at most {RunConfig.most_bytes:,} are.")
+                raise Refused(f"a run config of {size:,} bytes is too large: the limit is {RunConfig.most_bytes:,}.")
             return
         if kind not in ("payload", "state"):
             raise Malformed("a blob is a run config, a payload or a part of a state.")
@@ -392,7 +394,7 @@ class Coordinator:
             self._require_here(peer)
             most = (self.run_config or self._founding.run_config).most_bytes_of(kind)
             if size > most:
-                raise Refused(f"a {kind} of {size:,} bytes is too large for this run: at most {most:,} are.")
+                raise Refused(f"a {kind} of {size:,} bytes is too large for this run: the limit is {most:,}.")
             began = self.statistics[peer.name].began
             if len(began) < _MOST_BEGUN:
                 began.setdefault(key, self._clock())
@@ -406,7 +408,7 @@ class Coordinator:
             raise Refused(f"{peer.name} has not said hello")
 
     def stored(self, peer: Peer, about: Header, key: str, size: int) -> Header:
-        """Hears that a blob is in the store: a run config is answered, and what waited for others goes on."""
+        """Notes that a blob is in the store: a run config is answered, and what waited for blobs continues."""
         if about.get("kind") == "run_config":
             run_config = self.agree(peer.name, self._brought(key))
             try:
@@ -459,7 +461,7 @@ class Coordinator:
 
         assert self.run_config is not None, "the run has been founded"
         if [payload.size for payload in own.payloads] != sizes_of(own, *self.run_config.numels(own.fragment), code):
-            raise Refused(f"{own.site} sends payloads of other sizes than those of fragment {own.fragment}")
+            raise Refused(f"payloads of {own.site} do not have the sizes of fragment {own.fragment}")
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
         site = peer.name
@@ -501,13 +503,13 @@ class Coordinator:
             case "rollback":
                 return {"records": self._roll_back(read(int, about.get("round"), "round"))}, b""
             case _:
-                raise Refused(f"this hub does not answer {name}.")
+                raise Refused(f"this hub does not know {name}.")
         return {}, b""
 
     # States
 
     def _ask(self, site: str, without: Collection[str]) -> None:
-        """Gets a state for a site: from a donor, who is told, or from the snapshot."""
+        """Gets a state for a site: from a donor, which is asked, or from the snapshot."""
         if any(site in request.askers for request in self._requests.values()):
             return
         open_to_all = (one for one in self._requests.values() if not one.founding and not one.given)
@@ -521,8 +523,8 @@ class Coordinator:
             parts = next(own.parts for own in self._snapshots.values() if own.header == source)
             self._tell(event_of(StateOffered(_SNAPSHOT, source, parts)), [site])
         else:
-            log.warning("%s needs a state, and nobody has one: waiting for a site that comes back with one", site)
-            why = "nobody has a state: a site that comes back with one is waited for"
+            log.warning("%s needs a state, but no site has one: waiting for a site that comes back with one", site)
+            why = "no site has a state: waiting for one that comes back with it"
             self._tell(event_of(Waiting(why)), [site])
 
     def _ask_donor(self, donor: str, founding: bool = False) -> StateRequest:
@@ -536,7 +538,7 @@ class Coordinator:
         with self._lock:
             request, run_config = self._requests.get(name), self.run_config or self._founding.run_config
             if request is None or request.donor != site:
-                raise Refused(f"nobody waits for this state of {site} any more")
+                raise Refused(f"this state of {site} is no longer wanted")
             fragments = run_config.terms.fragments
             if not len(header.applied) == len(header.digests) == fragments:
                 raise Refused(f"a state of this run has {fragments} fragments")
@@ -547,7 +549,7 @@ class Coordinator:
         self._wake()
 
     def _hand_on(self) -> None:
-        """Hands states that were given, with all blobs in the store, to those who wanted them."""
+        """Hands given states, once all blobs are in the store, to the sites that wanted them."""
         for request in [one for one in self._requests.values() if one.given and self.holds(one.given[1])]:
             assert request.given is not None, "the request is complete"
             header, parts = request.given
@@ -577,7 +579,7 @@ class Coordinator:
         self._snapshots[name] = snapshot
 
     def _ask_others(self, gone: str | None = None) -> None:
-        """Asks somebody else where a donor does not answer, or has gone, or gives no heartbeat."""
+        """Asks another site if a donor does not answer, or has gone, or sends no heartbeat."""
         ledger, now, founds = self._ledger, self._clock(), False
         silent = {site for site, own in ledger.members.items() if own.until <= now} if ledger else ()
         for request in [own for own in self._requests.values() if own.until <= now or own.donor in {gone, *silent}]:
@@ -605,21 +607,21 @@ class Coordinator:
         self._wake()
 
     def end(self) -> None:
-        """Ends the run, and tells all for which rounds to launch; see [Note: the last round]."""
+        """Ends the run, and announces the rounds to launch for; see [Note: the last round]."""
         with self._lock:
             ledger = self.ledger
             self.journal.note({"ending": b"1"})
             ledger.end()
-            log.warning("an operator ends the run: what is open closes, and then comes the last round")
+            log.warning("an operator ends the run: open rounds close, then comes the last round")
             self._call()
         self._wake()
 
     def amend(self, changes: Any) -> Terms:
-        """Amends the terms of the run, durably, and tells all sites."""
+        """Amends the terms of the run, durably, and informs all sites."""
         with self._lock:
             ledger, known = self.ledger, {name: read(_TERMS[name], own, name) for name, own in dict(changes).items()}
             if any(map(ledger.has_ended, range(len(ledger.closed)))):
-                raise Refused("the run has ended, or some of its fragments have: there is nothing to amend")
+                raise Refused("the run has ended, or some of its fragments have: its terms can no longer change")
             try:
                 terms = replace(ledger.terms, **known)
                 quorum = quorum_of(terms.quorum, self._find_quorum)
@@ -651,7 +653,7 @@ class Coordinator:
                     (at.round for own in [*self._snapshots.values()][:1] for at in own.header.applied), default=0
                 )
                 raise Refused(
-                    f"round={round} is too far back: the oldest state that the hub keeps is of round {oldest}. Give"
+                    f"round={round} is too far back: the oldest state that the hub keeps is from round {oldest}. Give"
                     " that round, or a later one."
                 )
             gone = [
@@ -743,7 +745,7 @@ class Coordinator:
             # What waits for its mean had no room for it.
             self.trouble = trouble or (before if self._ledger and self._ledger.closing else None)
             if before and not self.trouble:
-                log.warning("what kept rounds from closing is over: %s", before)
+                log.warning("rounds can close again; what kept them from it is over: %s", before)
             if self._ledger is None:
                 return _AGAIN
             ledger = self._ledger
@@ -753,7 +755,7 @@ class Coordinator:
                 if isinstance(donor, str) and not any(request.for_snapshot for request in self._requests.values()):
                     self._ask_donor(donor).for_snapshot = True
             if now >= self._call_at:
-                # Who has missed that it was called hears it again, for as long as the round is open.
+                # A site that has missed its call gets it again, for as long as the round is open.
                 self._call_at = now + _AGAIN
                 self._called.clear()
                 self._call()
@@ -764,7 +766,7 @@ class Coordinator:
             return _AGAIN if self.trouble else max(0.0, min(_AGAIN, ledger.next_due(now) - now))
 
     def _wants_snapshot(self, ledger: Ledger) -> bool:
-        """Tells whether it is time for one: after some rounds, or sooner where there is no room for their payloads."""
+        """Returns whether it is time for one: after some rounds, or sooner if there is no room for their payloads."""
         rounds = [at.round for at in ledger.closed]
         if not ledger.snapshots.is_due(rounds, RETENTION):
             return False
@@ -797,7 +799,7 @@ class Coordinator:
         return str(error)
 
     def _close(self, record: Record, notes: Mapping[str, bytes | None] | None = None) -> None:
-        """Makes a record durable, and then tells it."""
+        """Makes a record durable, then announces it."""
         gone = dict.fromkeys(self.journal.notes(f"open/{record.fragment:06d}/"))
         self.journal.append(record.seq, record.to_bytes(), gone | dict(notes or {}))
         self.ledger.append(self._indexed(record))
@@ -806,7 +808,7 @@ class Coordinator:
             counted.not_finite += out.reason == "not finite"
             counted.too_long += out.reason == "too long"
             told = record.round, record.fragment, out.site, out.reason
-            log.warning("round %d of fragment %d leaves out what %s has sent: %s", *told)
+            log.warning("round %d of fragment %d leaves out the contribution of %s: %s", *told)
         self._tell(Event("record", {}, record.to_bytes()))
         self._call()
         if record.final and all(map(self.ledger.has_ended, range(len(self.ledger.closed)))):
@@ -845,7 +847,7 @@ class Coordinator:
             self._averaging.release()
 
     def _call(self, own: Contribution | None = None) -> None:
-        """Tells all for which rounds to launch, once, and of a large payload that can be fetched before it counts."""
+        """Announces the rounds to launch for, once, and a large payload that can be fetched before it counts."""
         if own and (self.ledger.terms.hub_mean or all(payload.size <= CHUNK for payload in own.payloads)):
             own = None
         for call in self.ledger.calls():
@@ -857,4 +859,4 @@ class Coordinator:
 
 def _require_own(peer: Peer, site: str, incarnation: str | None = None) -> None:
     if site != peer.name or incarnation not in (None, peer.incarnation):
-        raise Refused(f"site {peer.name!r} speaks for itself, and for this start of it.")
+        raise Refused(f"site {peer.name!r} speaks only for itself, and for its current incarnation.")

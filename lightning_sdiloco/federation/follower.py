@@ -1,6 +1,6 @@
 """The follower: a site's side of the rules. When it launches and lands, and what becomes of its own training.
 
-It touches no tensor. Whoever owns it, the engine, tells it the digests of the outer parameters, and does to the values
+It touches no tensor. Its owner, the engine, gives it the digests of the outer parameters, and does to the values
 what a `MergeAction` says.
 
 [Note: the weight of a site] Every inner step adds to what a site *holds* of every fragment: steps, and samples as the
@@ -82,7 +82,7 @@ class Progress:
 
     @property
     def has_joined(self) -> bool:
-        """Whether all that is closed has landed, but for a flight, which lands in its time, and what comes after it."""
+        """Whether all closed rounds have landed, except a flight, which lands in its time, and later ones."""
         if self.flight is None or self.is_overtaken:
             return self.applied.round >= self.closed
         return all(round in self.records for round in range(self.next_round, self.closed + 1))
@@ -92,7 +92,7 @@ class Progress:
         return self.call if self.call and self.call.round == self.next_round else None
 
     def is_last(self, terms: Terms) -> bool:
-        """Tells whether the round that lands next is the last, as far as is known: by the run config, or a call."""
+        """Returns whether the round that lands next is the last, as far as is known: by the run config, or a call."""
         return terms.is_last(self.next_round) or (self.called is not None and self.called.final)
 
     @property
@@ -110,11 +110,11 @@ class Progress:
         return any(mine and mine != own and not self._is_apart(mine) for mine in counted)
 
     def _is_apart(self, mine: Contribution) -> bool:
-        """Tells whether nothing is held of what this site has launched, and does not have in flight."""
+        """Returns whether nothing that this site has launched is held outside a flight."""
         return self.is_fresh or mine.launch == self.apart
 
     def meet(self, standing: LaunchId | None) -> bool:
-        """Hears which launch of this site stands in the round that is open at the hub."""
+        """Notes which launch of this site is in the hub's open round."""
         self.standing = standing
         known = self.flight.own.launch if self.flight else None
         if standing is None or standing in (known, self.apart):
@@ -126,7 +126,7 @@ class Progress:
         return True
 
     def begin_again(self) -> None:
-        """Hears that the local parameters become the outer ones, whatever was launched before."""
+        """Notes that the local parameters become the outer ones, whatever was launched before."""
         self.flight, self.is_fresh = None, True
         self.drop()
 
@@ -170,12 +170,12 @@ class Progress:
     def parted(self, round: int) -> AgreementError:
         """Returns the error for a round that is another one at the hub than here."""
         return AgreementError(
-            f"Round {round} of fragment {self.fragment} is another one at the hub than this site knows. Their histories"
-            " have parted: resume this site from a checkpoint of before, or restore the ledger of the hub."
+            f"Round {round} of fragment {self.fragment} differs between the hub and this site: their histories have"
+            " parted. Resume this site from an earlier checkpoint, or restore the hub's ledger."
         )
 
     def landing(self, record: Record, site: str) -> MergeAction:
-        """Says what a record does to what the site has in flight and holds."""
+        """Returns what a record does to what the site has in flight and holds."""
         mine = record.of(site)
         flight = self.flight if self.flight and self.flight.own.round == record.round else None
         if record.final or (flight and not flight.own.finite):
@@ -187,7 +187,7 @@ class Progress:
             return self.late if flight and not self.dropped else MergeAction.CARRY
         if flight and flight.own == mine:
             return MergeAction.MIX
-        # Else what an earlier incarnation had counted is in the local parameters, and cannot be told from the rest.
+        # Else what an earlier incarnation had counted is in the local parameters, inseparable from the rest.
         holds = self.steps > 0 or self.flight is not None
         return MergeAction.CARRY if holds and self._is_apart(mine) else MergeAction.TAKE
 
@@ -210,12 +210,12 @@ class Progress:
         self.records = {round: own for round, own in self.records.items() if round > applied.round}
 
     def passed(self, round: int, site: str) -> MergeAction:
-        """Says what the records up to a round, none of which has landed, come to together."""
+        """Returns what the records up to a round, none landed yet, amount to together."""
         found = set()
         for number in range(self.next_round, round + 1):
             record = self.records.get(number)
             if record is None:
-                # Nobody knows whether it counted an earlier incarnation. It must not count twice.
+                # It is unknown whether an earlier incarnation counted. It must not count twice.
                 return MergeAction.TAKE
             found.add(self.landing(record, site))
         return next(
@@ -225,7 +225,7 @@ class Progress:
 
 _SAVED = "applied", "launched_at", "digest", "steps", "samples", "ended", "dropped", "too_long", "apart", "flight"
 
-# A site whose contributions are too long so many times in a row will not recover.
+# A site whose contributions are too long this many times in a row will not recover.
 _MOST_TOO_LONG = 3
 
 
@@ -263,11 +263,11 @@ class Follower:
             own.digest = digest
 
     def hello(self, run: str) -> Hello:
-        """Returns what the site says when it comes. The hub sends all records after those that it has applied."""
+        """Returns the site's greeting. The hub sends all records after those that it has applied."""
         return Hello(run, self.site, self.incarnation, self._run_config, tuple(own.applied for own in self.fragments))
 
     def welcome(self, welcome: Welcome) -> list[int]:
-        """Hears what the hub has; returns the fragments of which the local parameters become the outer ones."""
+        """Takes in what the hub has; returns the fragments whose local parameters become the outer ones."""
         for own, closed in zip(self.fragments, welcome.closed, strict=True) if welcome.founded_again else ():
             # What few have applied did not happen in the run that was founded again: they take the state of the others.
             if own.applied.round >= closed.round and own.applied != closed:
@@ -279,10 +279,9 @@ class Follower:
         for own, closed in zip(self.fragments, welcome.closed, strict=True):
             if own.digest is not None and closed.round < own.applied.round:
                 raise AgreementError(
-                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, and {self.site} has applied"
-                    f" {own.applied.round}. After `sdiloco hub rollback`, start the site again from a checkpoint of"
-                    " before, or without one. Otherwise the hub has lost records, or is not that of this run: restore"
-                    " its ledger."
+                    f"The hub knows {closed.round} rounds of fragment {own.fragment}, but {self.site} has applied"
+                    f" {own.applied.round}. After `sdiloco hub rollback`, restart the site from an earlier checkpoint,"
+                    " or without one. Otherwise the hub has lost records, or serves another run: restore its ledger."
                 )
             if own.digest is not None and closed.round == own.applied.round and closed != own.applied:
                 raise own.parted(closed.round)
@@ -296,14 +295,14 @@ class Follower:
         return [own.fragment for own, launch in zip(self.fragments, standing, strict=True) if own.meet(launch)]
 
     def lose(self, now: float, why: str = "") -> None:
-        """Hears that the hub cannot be reached, and again whenever another try has failed. Training goes on."""
+        """Notes that the hub cannot be reached, again after each failed try. Training goes on."""
         self.reachable = False
         self._alone_since = now if self._alone_since is None else self._alone_since
         if now - self._alone_since > self._patience:
             raise ExchangeError(
-                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, which is more than"
-                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: start it again when the hub"
-                f" is back. {why}".rstrip()
+                f"{self.site} has not reached the hub for {now - self._alone_since:.0f} s, longer than"
+                f" patience={self._patience:.0f} s. Its checkpoint holds what it trained: restart it when the hub is"
+                f" back. {why}".rstrip()
             )
 
     @property
@@ -409,7 +408,7 @@ class Follower:
     # Landing
 
     def due(self, step: int) -> list[Record]:
-        # Who trains no more has nothing to overlap with.
+        # A site that trains no more has nothing to overlap with.
         overlap, due = 0 if self._finishing else self.terms.overlap_steps, []
         for own in self.fragments:
             early = own.flight is not None and step < own.flight.launched_at + overlap and not own.is_overtaken
@@ -435,9 +434,9 @@ class Follower:
             if own.refused == record.round:
                 raise AgreementError(
                     f"Round {record.round} of fragment {own.fragment} was measured against outer parameters that cannot"
-                    " be made again: with another state this site came to others too. Its arithmetic is not that of"
-                    " the others, or those who held them are gone. Roll the run back to a round before (sdiloco hub"
-                    " rollback)."
+                    " be restored: with another state this site computed others, too. Its arithmetic differs from the"
+                    " other sites', or the sites that held them are gone. Roll the run back to an earlier round"
+                    " (sdiloco hub rollback)."
                 )
             own.refused = record.round
             return MergeAction.REFUSE
@@ -446,10 +445,10 @@ class Follower:
         own.too_long = own.too_long + 1 if without and without.reason == "too long" else 0
         if own.too_long >= _MOST_TOO_LONG:
             raise AgreementError(
-                f"What {self.site} contributed to fragment {own.fragment} was left out {own.too_long} times in a row:"
-                " it was too long beside what it contributed before, and what the others did. This site leaves, and"
-                " they go on. Look at its data, its learning rate and its machine; started again without a checkpoint,"
-                " it begins from what the others have."
+                f"{self.site}'s contributions to fragment {own.fragment} were left out {own.too_long} times in a row:"
+                " they were too long compared with its earlier ones and the other sites'. This site leaves, and the"
+                " others continue. Look at its data, its learning rate and its machine; restarted without a checkpoint,"
+                " it begins from the others' state."
             )
         return landing
 
@@ -497,12 +496,12 @@ class Follower:
 
 def _require_sound(own: Progress, position: Position, said: int, digest: int) -> None:
     if said != digest:
-        raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x} and not {said:x}")
+        raise Refused(f"the state was damaged: fragment {own.fragment} has the digest {digest:x}, not {said:x}")
     if position.round + 1 < own.kept:
-        raise Refused(f"the state is at round {position.round} of fragment {own.fragment}; what follows is gone")
+        raise Refused(f"the state is at round {position.round} of fragment {own.fragment}; later records are gone")
     at, after = own.records.get(position.round), own.records.get(position.round + 1)
     known = own.applied if own.applied.round == position.round else at.position if at else position
     if position != known or (after and after.previous != position.key):
         raise Refused(f"the state has another history of fragment {own.fragment} than the records")
     if after and after.digest != digest:
-        raise Refused(f"the state is not what the others hold of fragment {own.fragment} after round {position.round}")
+        raise Refused(f"the state differs from the others' in fragment {own.fragment} after round {position.round}")

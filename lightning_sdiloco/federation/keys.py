@@ -36,7 +36,7 @@ class Identity(NamedTuple):
 
     @property
     def uri(self) -> str:
-        """How it stands in a certificate, as a subject alternative name."""
+        """Its form in a certificate, as a subject alternative name."""
         return f"sdiloco://{self.run}/{self.role}/{self.name}"
 
     @classmethod
@@ -49,7 +49,7 @@ class Identity(NamedTuple):
 
 
 class Bundle(NamedTuple):
-    """What a holder needs to be known, and to know the others. The key of the authority is not in it."""
+    """What a holder needs to identify itself, and to verify the others. It lacks the authority's key."""
 
     identity: Identity
     key: bytes
@@ -67,13 +67,13 @@ class Bundle(NamedTuple):
             own = _run_of(self.folder)
         if own == UNBOUND and self.identity.role == "hub":
             raise ValueError(
-                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder of keys, or make "
-                "them for this run: sdiloco keys init FOLDER --run RUN."
+                f"The keys of hub {self.identity.name!r} name no run. Start the hub with the folder of keys, or make"
+                " keys for this run: sdiloco keys init FOLDER --run RUN."
             )
         if own not in (run, UNBOUND):
             raise ValueError(
-                f"These keys are for run {own!r}, and not for run={run!r}: a certificate speaks for one run. "
-                "Give the name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
+                f"These keys are for run {own!r}, not for run={run!r}: a certificate is valid for one run. Give the"
+                " name of that run, or make keys for this one: sdiloco keys init FOLDER --run RUN."
             )
         if self.identity.role == "hub" and self.identity.run == UNBOUND and self.folder is not None:
             # Sites that are added from now on look for the hub of this run.
@@ -89,8 +89,8 @@ class Bundle(NamedTuple):
 def checked_name(what: str, name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(
-            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and "
-            "begins with a letter or digit."
+            f"{what}={name!r} cannot be a name. It has at most 63 letters, digits, dots, dashes and underscores, and"
+            " begins with a letter or digit."
         )
     return name
 
@@ -112,7 +112,7 @@ def init_keys(folder: str | Path, run: str | None = None, days: int = 3650) -> P
         raise ValueError(f"{folder} has keys already, and new ones would shut out their holders. Give another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
-    # Of its certificate's nine uses: it signs certificates, and lists of those that were taken back.
+    # Of its certificate's nine uses: it signs certificates, and lists of revoked ones.
     uses = x509.KeyUsage(*[False] * 5, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False)
     extensions = {x509.BasicConstraints(ca=True, path_length=0): True, uses: True}
     key, certificate = _made(f"sdiloco {run or 'federation'}", days, extensions)
@@ -127,7 +127,7 @@ def add_keys(folder: str | Path, name: str, role: Role = "site", days: int = 365
     """Makes a bundle for a holder. If it had one, that stays valid until it expires, or all of its keys are revoked."""
     folder, x509 = Path(folder), extra("cryptography.x509")
     if role not in ROLES:
-        raise ValueError(f"role={role!r} is none. Choose one of {', '.join(ROLES)}.")
+        raise ValueError(f"role={role!r} is unknown. Choose one of {', '.join(ROLES)}.")
     try:
         authority_key, authority = ((folder / file).read_bytes() for file in ("ca.key", "ca.pem"))
     except FileNotFoundError:
@@ -189,23 +189,23 @@ def _made(
 
 
 def revoke_keys(folder: str | Path, name: str) -> list[str]:
-    """Takes back all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
+    """Revokes all certificates that a holder was ever given. A hub that was started with the folder refuses them."""
     folder = Path(folder)
     before = _fingerprints(folder / "revoked", checked_name("name", name))
     taken = sorted(_fingerprints(folder / "issued", name) - before)
     if not taken:
-        raise ValueError(f"{folder} has made no keys for {name!r} that could be revoked.")
+        raise ValueError(f"{folder} has no keys for {name!r} to revoke.")
     _add_lines(folder / "revoked", [f"{one} {name}" for one in taken])
     (folder / f"{name}.bundle").unlink(missing_ok=True)
     return taken
 
 
 def load(keys: str | Path, name: str = "") -> Bundle:
-    """Returns the bundle in a file, which says itself whose it is, or that of a name in the folder of the authority."""
+    """Returns the bundle in a file, which names its holder, or a name's from the authority's folder."""
     path = Path(keys)
     folder = path if path.is_dir() else None
     if folder is not None and not name:
-        raise ValueError(f"{keys} is the folder of the authority. Give a bundle, such as {path / 'NAME.bundle'}.")
+        raise ValueError(f"{keys} is the authority's folder. Give a bundle, such as {path / 'NAME.bundle'}.")
     if folder is not None:
         path = folder / f"{checked_name('name', name)}.bundle"
     if not path.is_file():
@@ -216,7 +216,7 @@ def load(keys: str | Path, name: str = "") -> Bundle:
     x509 = extra("cryptography.x509")
     blocks = [(match[1], match[0]) for match in _BLOCKS.finditer(path.read_bytes())]
     if [kind for kind, _ in blocks] != [b"PRIVATE KEY", b"CERTIFICATE", b"CERTIFICATE"]:
-        raise ValueError(f"{path} is no bundle: it must hold a key, its certificate and that of the authority.")
+        raise ValueError(f"{path} is not a bundle: it must hold a key, its certificate and the authority's.")
     (_, key), (_, certificate), (_, authority) = blocks
     try:
         parsed = x509.load_pem_x509_certificate(certificate)
@@ -224,14 +224,14 @@ def load(keys: str | Path, name: str = "") -> Bundle:
         (uri,) = names.get_values_for_type(x509.UniformResourceIdentifier)
         identity = Identity.of_uri(uri)
     except (ValueError, x509.ExtensionNotFound) as error:
-        raise ValueError(f"{path} is no bundle: {error}") from error
+        raise ValueError(f"{path} is not a bundle: {error}") from error
     if identity is None:
-        raise ValueError(f"{path} is no bundle: its certificate speaks for {uri!r}.")
+        raise ValueError(f"{path} is not a bundle: its certificate is for {uri!r}.")
     ends = parsed.not_valid_after_utc
     if ends < datetime.datetime.now(datetime.timezone.utc):
         raise ValueError(
-            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another where the folder of keys is: "
-            f"sdiloco keys add FOLDER {identity.name} --role {identity.role}."
+            f"The certificate in {path} expired on {ends:%Y-%m-%d}. Make another next to the folder of keys: sdiloco"
+            f" keys add FOLDER {identity.name} --role {identity.role}."
         )
     return Bundle(identity, key, certificate, authority, ends, folder)
 
@@ -257,29 +257,29 @@ def _run_of(folder: Path) -> str:
 def bundle_of(hub: str, name: str, keys: str | Path | None, insecure: bool) -> Bundle | None:
     if (keys is None) != insecure:
         raise ValueError(
-            f"To reach hub {hub} site {name!r} needs either keys or insecure=True. Ask whoever has the folder of keys "
-            f"for a bundle: sdiloco keys add FOLDER {name}."
+            f"To reach hub {hub}, site {name!r} needs either keys or insecure=True. Ask the owner of the folder of keys"
+            f" for a bundle: sdiloco keys add FOLDER {name}."
         )
     if keys is None:
         return None
     bundle = load(keys, name)
     if bundle.identity.name != name:
         raise ValueError(
-            f"The keys are those of {bundle.identity.role} {bundle.identity.name!r}, and not of {name!r}: a "
-            "certificate speaks for one site. Give its bundle."
+            f"The keys belong to {bundle.identity.role} {bundle.identity.name!r}, not to {name!r}: a certificate is"
+            " valid for one site. Give that site's bundle."
         )
     return bundle
 
 
-# Who asks a hub
+# Callers of a hub
 
-MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; what is not here, nobody may
+MAY: Mapping[str, frozenset[str]] = {  # which roles may make which call; a call that is not here is refused
     **dict.fromkeys(("ping", "watch", "status"), frozenset(ROLES)),
     **dict.fromkeys(("put", "get", "hello", "contribute", "skip", "state", "give", "leave"), frozenset({"site"})),
     **dict.fromkeys(("evict", "end", "rollback", "amend", "backup"), frozenset({"operator"})),
 }
 
-# Calls with which nobody speaks for a start of a site: the keys of one that trains may be used for them elsewhere.
+# Calls that speak for no incarnation of a site: the keys of one that trains may be used for them elsewhere.
 LOOKING = frozenset({"ping", "status", "watch"})
 
 
@@ -294,20 +294,20 @@ def peer_of(run: str, bundle: Bundle | None, call: str, header: Header, context:
     who = header.get("from")
     fields = ("run", "role", "name", "incarnation")
     if not isinstance(who, dict) or not all(isinstance(who.get(f), str) and len(who[f]) <= 63 for f in fields):
-        raise Malformed("the header of a call says who makes it: run, role, name and incarnation.")
+        raise Malformed("the header of a call must say who makes it: run, role, name and incarnation.")
     if who.get("protocol") not in range(OLDEST, PROTOCOL + 1):
         other = str(who.get("protocol"))[:20]
         raise Refused(
-            f"this hub speaks versions {OLDEST} to {PROTOCOL}, and not {other}: update the older side, a hub before its"
+            f"this hub speaks versions {OLDEST} to {PROTOCOL}, not {other}: update the older side, a hub before its"
             " sites."
         )
     if who["role"] not in ROLES:
-        raise Denied(f"{who['role']!r} is no role.")
+        raise Denied(f"{who['role']!r} is not a role.")
     claimed = Identity(who["run"], who["role"], who["name"])
     if bundle is not None:
         _require_certified(run, bundle, claimed, context)
     if claimed.run != run:
-        raise Denied(f"this hub serves run {run!r}, and not {claimed.run!r}.")
+        raise Denied(f"this hub serves run {run!r}, not {claimed.run!r}.")
     if claimed.role not in MAY.get(call, ()):
         raise Denied(f"a {claimed.role} may not call {call}: {claimed.name!r} has no certificate for that.")
     speaks_for_itself(claimed.role, claimed.name, header.get("about", {}))
@@ -319,7 +319,7 @@ def holder_of(context: Any) -> Identity:
     names = context.auth_context().get("x509_subject_alternative_name", [])
     known = [own for name in names if (own := Identity.of_uri(name.decode(errors="replace"))) is not None]
     if len(known) != 1:
-        raise Denied("the certificate does not say for which run, role and name it speaks.")
+        raise Denied("the certificate does not name its run, role and holder.")
     return known[0]
 
 
@@ -350,18 +350,18 @@ def _ends(certificate: bytes) -> datetime.datetime:
 
 def _require_certified(run: str, bundle: Bundle, claimed: Identity, context: Any) -> None:
     own = holder_of(context)
-    # An authority that was not bound to a run when it signed has been bound to that of this hub since.
+    # An authority that was not bound to a run when it signed has since been bound to this hub's.
     if own.run not in (run, UNBOUND):
-        raise Denied(f"this hub serves run {run!r}, and the certificate is for run {own.run!r}.")
+        raise Denied(f"this hub serves run {run!r}, but the certificate is for run {own.run!r}.")
     if (own.role, own.name) != (claimed.role, claimed.name):
-        raise Denied(f"the certificate of {own.role} {own.name!r} does not speak for {claimed.role} {claimed.name!r}.")
+        raise Denied(f"the certificate of {own.role} {own.name!r} is not valid for {claimed.role} {claimed.name!r}.")
     require_valid(bundle, context)
 
 
 def speaks_for_itself(role: str, name: str, about: Any) -> Header:
     """Returns what a call is about, if a site that makes it names no other as its own."""
     if not isinstance(about, dict):
-        raise Malformed("what a call is about is a JSON object.")
+        raise Malformed("a call is about a JSON object.")
     if role == "site" and about.get("site", name) != name:
-        raise Denied(f"site {name!r} does not speak for {str(about['site'])[:80]!r}.")
+        raise Denied(f"site {name!r} cannot speak for {str(about['site'])[:80]!r}.")
     return about

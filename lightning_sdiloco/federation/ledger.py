@@ -1,13 +1,13 @@
-"""The ledger: who is there, what was contributed, and which rounds close. Time comes in, records go out.
+"""The ledger: which sites are there, what they contributed, and which rounds close. Time comes in, records go out.
 
-[Note: durable before visible] The ledger does no input or output. Whoever owns it, the hub, asks first (`examine`,
+[Note: durable before visible] The ledger does no input or output. Its owner, the hub, asks first (`examine`,
 `due`: neither changes anything), makes durable what is to be, says that it is (`contribute`, `append`), and only then
 tells anybody, of the `calls` too. No other call comes between ``due`` and the last ``append``.
 
 [Note: the last round] What comes of a last round replaces the parameters of all sites, and no later round makes up for
 what rounding loses of it: it takes what was sent in float32 alone. By the run config all know the last round when they
 launch. An operator ends a run at any time, and then something may be open, or on its way, that was not: its round
-closes as any other, with an outer step, and the next one is called as the last, though nobody has launched for it.
+closes as any other, with an outer step, and the next one is called as the last, though no site has launched for it.
 """
 
 import math
@@ -65,7 +65,7 @@ class Founding:
             raise Refused(str(error)) from None
 
     def gone(self, site: str) -> bool:
-        """Forgets a site; tells whether it was there."""
+        """Forgets a site; returns whether it was there."""
         self._proposed.pop(site, None)
         self._founder = None if site == self._founder else self._founder
         return self._brought.pop(site, None) is not None
@@ -84,14 +84,14 @@ class Founding:
 
     @property
     def base(self) -> tuple[Position, ...]:
-        """Where a run that is founded again goes on: of each fragment the position that most of the sites hold."""
+        """Where a refounded run continues: for each fragment the position that most sites hold."""
         held = zip(*(hello.applied for hello, _ in self._brought.values()), strict=True)
         counted = (Counter(own) for own in held)
         return tuple(max((number, at.round, at) for at, number in own.items())[-1] for own in counted)
 
     @property
     def founder(self) -> str:
-        """The site whose outer parameters are those of round 0: the first by name, whoever comes later."""
+        """The site that brings the outer parameters of round 0: the first by name."""
         self._founder = self._founder or min(self._brought)
         return self._founder
 
@@ -160,7 +160,7 @@ class Ledger:
         for own in (*last, *opened):
             self.members[own.site] = Member(own.incarnation, now + terms.lease, True, applied, connected=False)
 
-    # Who is there
+    # Sites
 
     def hello(self, hello: Hello, now: float) -> Welcome:
         member = self.members.get(hello.site)
@@ -168,8 +168,8 @@ class Ledger:
             raise Refused(f"{hello.site} was evicted from the run: ask its operator")
         if member and member.incarnation != hello.incarnation and member.connected and member.until > now:
             raise Refused(
-                f"the name {hello.site} is in use by a living process: end it first, or wait for"
-                f" {member.until - now:.1f} s if it is dead"
+                f"the name {hello.site} is in use by a running process: stop it first, or wait {member.until - now:.1f}"
+                " s if it is dead"
             )
         applied = tuple(position.round for position in hello.applied)
         follows = bool(member and member.connected and member.incarnation == hello.incarnation and member.follows)
@@ -221,27 +221,25 @@ class Ledger:
         """Returns the sites that could contribute: leases that are valid, and what they lack can be had."""
         return [site for site in self.present(now) if self.members[site].follows and self.behind(site) <= RETENTION]
 
-    # What is contributed
+    # Contributions
 
     def examine(self, own: Contribution, incarnation: str) -> Answer:
-        """Says what will be answered to a contribution, and changes nothing."""
+        """Returns the answer to a contribution, and changes nothing."""
         self._member(own.site, incarnation)
         if not 0 <= own.fragment < self.terms.fragments:
             raise Refused(f"there is no fragment {own.fragment}, only {self.terms.fragments}")
         closed = self.closed[own.fragment].round
         if own.round > closed + 1:
-            raise Refused(f"round {own.round} of fragment {own.fragment} rests on records that are not here: {closed}")
+            raise Refused(f"round {own.round} of fragment {own.fragment} builds on records that are not here: {closed}")
         if own.round <= closed or own.fragment in self.closing or self.has_ended(own.fragment):
             return Answer.LATE
         if own.previous != self.closed[own.fragment].key:
-            raise Refused(
-                f"round {own.round} of fragment {own.fragment} rests on another history than that of this hub"
-            )
+            raise Refused(f"round {own.round} of fragment {own.fragment} builds on another history than this hub's")
         round = self.open.get(own.fragment)
         return Answer.KNOWN if round and own.site in round.here else Answer.OPEN
 
     def contribute(self, own: Contribution, incarnation: str, now: float) -> Answer:
-        """Takes a contribution that is durable; with `OPEN` as the answer, everybody is told of the `call`."""
+        """Takes a contribution that is durable; with `OPEN` as the answer, all sites get the `call`."""
         answer = self.examine(own, incarnation)
         if answer is Answer.OPEN:
             self._take(own, now, now)
@@ -259,7 +257,7 @@ class Ledger:
         round.arrived[own.site] = now
 
     def skip(self, site: str, incarnation: str, call: Call, now: float) -> None:
-        """Hears that a site will not answer a call: it has trained too little. The round does not wait for it."""
+        """Notes that a site will not answer a call: it has trained too little. The round does not wait for it."""
         self._member(site, incarnation)
         round = self.open.get(call.fragment)
         if round and call == self._call(call.fragment):
@@ -285,7 +283,7 @@ class Ledger:
         sites = self._contributors(now)
         for fragment in sorted(self.open.keys() - self.closing.keys()):
             round = self.open[fragment]
-            # Who is there and does not count is still there: otherwise a round might never close.
+            # Sites that are there but do not count still answer: otherwise a round might never close.
             if len(round.here) < self.quorum.fewest(len(sites)) or not self._closes(fragment, round, sites, now):
                 continue
             try:
@@ -314,7 +312,7 @@ class Ledger:
 
     def _closes(self, fragment: int, round: OpenRound, sites: list[str], now: float) -> bool:
         if self._call(fragment).final:
-            # Nobody can count later, so everybody who is alive is waited for.
+            # No site can count later, so all that are alive are waited for.
             return all(site in round.arrived for site in sites)
         awaited = self.quorum.awaited(tuple(self.history[fragment]), sites)
         return self.quorum.closes(round.arrived, awaited, now) or now >= min(round.arrived.values()) + self.terms.grace
@@ -328,8 +326,8 @@ class Ledger:
         if not majorities:
             if any(not own.finite for own in round.here.values()):
                 raise AgreementError(
-                    f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from a"
-                    " checkpoint before that, for example with gradient clipping or a smaller learning rate."
+                    f"No site has finite values in fragment {fragment}: {', '.join(sorted(round.here))}. Resume from an"
+                    " earlier checkpoint, for example with gradient clipping or a smaller learning rate."
                 )
             return []
         largest, *others = sorted(majorities.values(), key=len, reverse=True)
@@ -345,8 +343,8 @@ class Ledger:
         )
         raise AgreementError(
             f"The sites hold different outer parameters of fragment {fragment} after round"
-            f" {self.closed[fragment].round}, and none of them is in the majority: {sides}. Evict the sites that are"
-            " wrong (sdiloco hub evict), so that they fetch a state from the others."
+            f" {self.closed[fragment].round}, without a majority: {sides}. Evict the sites that are wrong (sdiloco hub"
+            " evict), so that they fetch a state from the others."
         )
 
     def _too_long(self, fragment: int, majority: Sequence[Contribution]) -> dict[str, float]:
@@ -359,7 +357,7 @@ class Ledger:
         return outlying({own.site: self._length(own) for own in majority}, past, self.terms.guard)
 
     def _length(self, own: Contribution) -> float:
-        """Returns the norm for each inner step: some have trained more than others, such as who was without the hub."""
+        """Returns the norm for each inner step: some have trained more than others, for instance without the hub."""
         return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps)
 
     def append(self, record: Record) -> None:
@@ -400,7 +398,7 @@ class Ledger:
     # States
 
     def source(self, site: str, now: float, without: Collection[str] = ()) -> str | StateHeader | None:
-        """Says where a site gets a state: from a donor, by name, or from the snapshot."""
+        """Returns where a site gets a state: from a donor, by name, or from the snapshot."""
         donors = [other for other in self._contributors(now) if other != site and other not in without]
         donors = [other for other in donors if self.members[other].connected]
         if donors:
@@ -476,14 +474,14 @@ class Timings:
             self.untold.setdefault(own.fragment, {})[own.site, own.round] = timing
 
     def arrives_late(self, own: Contribution, now: float) -> None:
-        """Hears of a contribution to a round that is closed: once, and only if it was the last one."""
+        """Notes a contribution to a closed round: once, and only if it was the last one."""
         closed, opened = self._closed.get(own.fragment, (0, None))
         came, _ = self._came.get((own.fragment, own.site), (0, 0.0))
         if own.round == closed and came < closed:
             self.arrives(own, now, opened)
 
     def closes(self, record: Record, opened: float | None) -> None:
-        """Hears that a record has told what it tells."""
+        """Marks a record as reported."""
         fragment = record.fragment
         self._closed[fragment] = record.round, opened
         self.untold.pop(fragment, None)

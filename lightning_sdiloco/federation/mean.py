@@ -68,7 +68,7 @@ def averaged(
     Args:
         record: Whose contributions count, and in which order they are added up.
         get: Returns a payload.
-        numel: Values of the fragment; values of its buffers stand behind those of the first payload of each site.
+        numel: Values of the fragment; its buffers follow the values of each site's first payload.
         buffers: Values of its buffers.
         code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
         residual: What was left out of the mean before.
@@ -94,7 +94,7 @@ def averaged(
 
 
 def _sent(own: Contribution, get: Callable[[str], Bytes], numel: int, buffers: int, code: str) -> tuple[Vector, Vector]:
-    """Returns what a site has sent, of which each of its ranks has a shard, and its buffers."""
+    """Returns what a site has sent, from a shard of each of its ranks, and its buffers."""
     code, length = "fp32" if own.exact else code, -(-numel // len(own.payloads))
     payloads = [get(payload.key) for payload in own.payloads]
     first = memoryview(payloads[0])

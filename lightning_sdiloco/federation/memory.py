@@ -20,7 +20,7 @@ from lightning_sdiloco.federation.store import MEMORY, InMemoryStore, SQLiteLedg
 
 
 class VirtualTime:
-    """The clocks of some sites, of which ``until`` lets the others have turns; see [Note: whose turn it is]."""
+    """The clocks of some sites; ``until`` gives the others their turns; see [Note: whose turn it is]."""
 
     def __init__(self, sites: int, until: Callable[[Callable[[], bool]], None]) -> None:
         self.now = 0.0
@@ -34,7 +34,7 @@ class VirtualTime:
         heapq.heappush(self._coming, (max(time, self.now), next(self._numbers), do))
 
     def passes(self, site: int, seconds: float) -> None:
-        """Lets seconds pass for the site whose turn it is, and the others have theirs meanwhile."""
+        """Passes seconds for the site whose turn it is; the others have theirs meanwhile."""
         own = self._clocks[site] = self.now + seconds
         self._until(lambda: min((clock, other) for other, clock in enumerate(self._clocks)) == (own, site))
         while self._coming and self._coming[0][0] <= own:

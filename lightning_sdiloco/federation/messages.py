@@ -1,4 +1,4 @@
-"""What sites and hub write: contributions and records, and what they say to each other besides.
+"""The messages of sites and hub: contributions, records, and what else they say to each other.
 
 [Note: the chain] The records of a fragment form a chain: each names the key of the one before it, and the first names
 the run config. Two sites whose last records have the same key have applied the same records in the same order, so one
@@ -6,7 +6,7 @@ key per fragment says all that there is to say about the history of a site. The 
 all fragments. It is where the record lies in the hub's journal, which creates it once and never again.
 
 [Note: how a site uses its connection] One thread, that of training, owns the follower and makes all calls:
-`FederatedWorld` is that loop. The network has threads of its own. They see of the follower only what
+`FederatedWorld` is that loop. The network has its own threads. They see of the follower only what
 `HubConnection.hello` and `heartbeat` have copied, so it needs no lock. A connection that breaks is made again, hello is
 said again, and what is outstanding is sent again: the caller does nothing for it. Everything may therefore be heard
 twice; the follower knows what to do then.
@@ -47,14 +47,14 @@ class Payload(NamedTuple):
 
 
 class LaunchId(NamedTuple):
-    """Names a contribution among those of one site to one fragment: an incarnation launches once for a round."""
+    """Identifies a contribution of a site to a fragment: an incarnation launches once for a round."""
 
     round: Positive
     incarnation: Incarnation
 
 
 class Position(NamedTuple):
-    """Tells how far the records of a fragment go: one entry of an applied vector."""
+    """How far the records of a fragment go: one entry of an applied vector."""
 
     round: int
     key: Key
@@ -77,7 +77,7 @@ class Contribution(Message):
 
     @property
     def launch(self) -> LaunchId:
-        """Names it among those of its site and fragment."""
+        """Identifies it within its site and fragment."""
         return LaunchId(self.round, self.incarnation)
 
     @property
@@ -88,7 +88,7 @@ class Contribution(Message):
 
 
 class LeftOut(NamedTuple):
-    """Tells why a contribution does not count; one that is too long is so many ``times`` as long as usual."""
+    """Why a contribution does not count; one that is too long is ``times`` times as long as usual."""
 
     site: Name
     reason: Literal["not finite", "no samples", "other outer parameters", "too long"]
@@ -96,7 +96,7 @@ class LeftOut(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Tells when a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
+    """When a contribution came, by the hub's monotonic clock. It only decides whom the hub waits for."""
 
     site: Name
     round: Positive
@@ -106,7 +106,7 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Record(Message):
-    """Says which contributions make a round of a fragment, and thereby who was a member of it."""
+    """The contributions that make a round of a fragment, and thereby its members."""
 
     seq: int
     fragment: Index
@@ -126,7 +126,7 @@ class Record(Message):
 
     @property
     def sources(self) -> list[tuple[Payload, ...]]:
-        """What is fetched: the mean of the hub, or what each site that counts has sent."""
+        """The payloads to fetch: the hub's mean, or those that each counting site has sent."""
         return [(self.mean,)] if self.mean else [own.payloads for own in self.counted]
 
     @property
@@ -142,7 +142,7 @@ class Record(Message):
         return next((own for own in self.counted if own.site == site), None)
 
     def without(self, site: str) -> LeftOut | None:
-        """Tells why what a site has contributed does not count."""
+        """Returns why a site's contribution does not count."""
         return next((own for own in self.left_out if own.site == site), None)
 
     @classmethod
@@ -151,7 +151,7 @@ class Record(Message):
         record = super().from_bytes(data)
         sites = [own.site for own in record.counted]
         if not sites or sites != sorted(set(sites)):
-            raise Malformed("record.counted does not name its sites once each, in their order")
+            raise Malformed("record.counted must name its sites once each, in their order")
         for own in record.counted:
             if (own.fragment, own.round) != (record.fragment, record.round) or own.reason:
                 raise Malformed(f"record.counted has what {own.site} cannot have contributed to this round")
@@ -171,7 +171,7 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class Call(Message):
-    """Calls a round: somebody has launched for it, or it is the last."""
+    """Calls a round: a site has launched for it, or it is the last."""
 
     fragment: Index
     round: Positive
@@ -179,7 +179,7 @@ class Call(Message):
 
 
 class Standing(NamedTuple):
-    """Tells which incarnation of a site has contributed to the round of a fragment that is open."""
+    """Which incarnation of a site has contributed to a fragment's open round."""
 
     fragment: Index
     incarnation: Incarnation
@@ -187,7 +187,7 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """Says what the hub has. A site that has applied more, or something else, refuses it."""
+    """The hub's position. A site that has applied more, or something else, refuses it."""
 
     closed: tuple[Position, ...]
     kept: tuple[Positive, ...]
@@ -199,7 +199,7 @@ class Welcome(Message):
 
 @dataclass(frozen=True)
 class Heartbeat(Message):
-    """Says that a site trains: the one heartbeat that counts."""
+    """A training site's heartbeat: the only one that counts."""
 
     site: Name
     incarnation: Incarnation
@@ -233,7 +233,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Called:
-    """Somebody has launched for a round, or it is the last."""
+    """A site has launched for a round, or it is the last."""
 
     call: Call
     own: Contribution | None = None
@@ -288,7 +288,7 @@ MOST_BYTES = 1 << 18  # as much as two messages: a welcome and a snapshot, or a 
 
 @dataclass(frozen=True)
 class StateOffered:
-    """Says where a state lies, and whose it is."""
+    """Where a state is stored, and whose it is."""
 
     source: str
     header: StateHeader
@@ -306,7 +306,7 @@ _KINDS: dict[str, type[Said]] = {
     "state": StateOffered,
 }
 
-# What a site hears, by name, for its other ranks.
+# The events of a site, by name, for its other ranks.
 TOLD: dict[str, type[Told]] = {kind.__name__: kind for kind in get_args(Told)}
 
 

@@ -17,16 +17,16 @@ from lightning_sdiloco.federation.run_config import RETENTION, ChosenQuorum
 class Quorum(ABC):
     """Decides which sites a round waits for, and whether it closes before its grace is over.
 
-    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution a round closes
-    whatever this says, if there are the `fewest`; so no quorum makes anybody wait for longer.
+    Only the hub asks, on its own monotonic clock. When the grace has passed since the first contribution, a round with
+    the `fewest` contributions closes in any case; so no quorum makes sites wait for longer.
 
-    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments stand in the run config, and
-    every hub of the run makes the same quorum of them. It decides by what it is given alone.
+    A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part of the run config,
+    and every hub of the run makes the same quorum from them. It decides only by what it is given.
     """
 
     @abstractmethod
     def fewest(self, sites: int) -> int:
-        """Returns with how many contributions, at least, a round closes.
+        """Returns the least number of contributions with which a round closes.
 
         Args:
             sites: How many could contribute.
@@ -38,11 +38,11 @@ class Quorum(ABC):
 
         Args:
             history: The last records of the fragment, the oldest first, at most 8; with their `Record.timings`.
-            sites: The sites that could contribute: those with a lease, near enough to the last record.
+            sites: The sites that could contribute: they have a lease, and are near enough to the last record.
         """
 
     def closes(self, arrived: Mapping[str, float], awaited: Collection[str], now: float) -> bool:
-        """Tells whether a round closes, though its grace is not over: by default, when all awaited have answered.
+        """Returns whether a round closes before its grace is over: by default, when all awaited sites have answered.
 
         Args:
             arrived: The sites that have contributed, or have said that they will not, each with the time.
@@ -69,18 +69,18 @@ class All(Quorum):
 
 @dataclass(frozen=True)
 class DynamicBackup(Quorum):
-    """Waits for as many sites as make the most of time; the others are backup workers, as in arXiv 2102.06280.
+    """Waits for as many sites as make the best use of time; the others are backup workers, as in arXiv 2102.06280.
 
-    With k sites a round takes as long as the inner steps of a site, T, and until the k-th of them comes, l_k after the
-    first. T and l_k are medians over the last 8 rounds. The k with the largest k / (T + l_k) are waited for: one slow
-    site of M is left out if it comes later than T / (M - 1). What it trains is carried, and every 8th round waits for
-    all, so that it counts there.
+    With k sites a round takes the inner steps of a site, T, plus the time until the k-th arrives, l_k after the first.
+    T and l_k are medians over the last 8 rounds. The quorum is the k with the largest k / (T + l_k): one slow site of M
+    is left out if it arrives later than T / (M - 1). What it trains is carried, and every 8th round waits for all, so
+    it counts there.
 
     Args:
-        least: The share of the sites with which a round closes, at least; above 0, and at most 1.
+        least: The least share of the sites with which a round closes; above 0, and at most 1.
 
     Raises:
-        ValueError: If ``least`` is out of its range.
+        ValueError: If ``least`` is out of range.
 
     Examples:
         >>> quorum = DynamicBackup(least=0.5)
@@ -94,7 +94,7 @@ class DynamicBackup(Quorum):
         if not 0 < self.least <= 1:
             raise ValueError(
                 f"least={self.least!r} is out of range: it must be above 0 and at most 1, a share of the sites. Choose"
-                " another least; 0.5 is the default, and Federation(quorum=3) is for a number of sites."
+                " another least; 0.5 is the default. For a number of sites give Federation(quorum=3)."
             )
 
     def fewest(self, sites: int) -> int:
@@ -104,7 +104,7 @@ class DynamicBackup(Quorum):
     def awaited(self, history: Sequence[Record], sites: Collection[str]) -> Collection[str]:
         """Returns the sites that are worth waiting for."""
         names, length = sorted(sites), _round_length(history)
-        # Who is not waited for would never count if it was always a little late; see the rule in the docstring.
+        # A site that is not waited for would never count if always a little late; see the rule in the docstring.
         if len(history) < RETENTION or length is None or (history[-1].round + 1) % RETENTION == 0:
             return names
         late = _lateness(history, names)
@@ -134,7 +134,7 @@ def _lateness(history: Sequence[Record], sites: Collection[str]) -> dict[str, fl
             heard[entry.site][entry.round] = entry.late
     late, last = {}, history[-1].round
     for site, rounds in heard.items():
-        # Of who has just come nothing is known, and the grace bounds what that costs.
+        # Nothing is known of a site that has just come, and the grace bounds what that costs.
         first = max(min(rounds, default=last + 1), last + 1 - RETENTION)
         late[site] = median([rounds.get(round, inf) for round in range(first, last + 1)] or [0.0])
     return late
@@ -150,20 +150,20 @@ def chosen(quorum: Quorum) -> ChosenQuorum:
     path = next((path for path, own in _BUILT_IN.items() if own is kind), f"{kind.__module__}.{kind.__qualname__}")
     if not isinstance(quorum, Quorum) or not is_dataclass(quorum):
         raise ValueError(
-            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or a"
-            " frozen dataclass of your own that extends Quorum."
+            f"quorum={quorum!r} is neither a number of sites nor a Quorum. Give one, such as 3 or DynamicBackup(), or"
+            " your own frozen dataclass that extends Quorum."
         )
     if not CLASS_PATH.fullmatch(path) or path.startswith("__main__."):
         raise ValueError(
-            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it in a module of its own, at"
-            " its top level."
+            f"quorum={quorum!r} is of a class that the hub cannot import: {path}. Define it at the top level of its own"
+            " module."
         )
     arguments = {item.name: getattr(quorum, item.name) for item in fields(quorum) if item.init}
     try:
         return ChosenQuorum(path, decoded(encoded(arguments), LONGEST_TEXT))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"quorum={quorum!r} has arguments that cannot stand in the run config: {error}. They must be numbers,"
+            f"quorum={quorum!r} has arguments that do not fit into the run config: {error}. They must be numbers,"
             " texts, lists and mappings, finite and short."
         ) from None
 
@@ -173,15 +173,15 @@ def imported(path: str) -> type[Quorum]:
     module, _, name = path.rpartition(".")
     try:
         if not CLASS_PATH.fullmatch(path):
-            raise ImportError("it is no dotted name of a class")
+            raise ImportError("it is not a dotted name of a class")
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(
-            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here, or is"
-            " in a folder of PYTHONPATH."
+            f"quorum={path!r} cannot be imported: {error}. Give module.Class, of a module that is installed here or in"
+            " a folder of PYTHONPATH."
         ) from None
     if not (isinstance(found, type) and issubclass(found, Quorum)):
-        raise ValueError(f"quorum={path!r} is no Quorum: it must extend lightning_sdiloco.Quorum.")
+        raise ValueError(f"quorum={path!r} is not a Quorum: it must extend lightning_sdiloco.Quorum.")
     return found
 
 
@@ -191,7 +191,7 @@ def built_in(path: str, named: str | None = None) -> type[Any]:
         return imported(path)
     if path not in _BUILT_IN:
         raise Malformed(
-            f"it is none of this package: {', '.join(_BUILT_IN)}. The operator of the hub has to allow it: sdiloco hub"
+            f"it is not one of this package: {', '.join(_BUILT_IN)}. The hub's operator must allow it: sdiloco hub"
             f" --quorum {path}"
         )
     return _BUILT_IN[path]
@@ -203,7 +203,7 @@ def quorum_of(terms_quorum: int | ChosenQuorum, find: Callable[[str], type[Any]]
     try:
         made = find(terms_quorum.class_path)(**terms_quorum.init_args)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the quorum of this run, {terms_quorum}, cannot be had here: {error}") from None
+        raise ValueError(f"the quorum of this run, {terms_quorum}, is not available here: {error}") from None
     if not isinstance(made, Quorum):
-        raise ValueError(f"the quorum of this run, {terms_quorum}, is no Quorum")
+        raise ValueError(f"the quorum of this run, {terms_quorum}, is not a Quorum")
     return made

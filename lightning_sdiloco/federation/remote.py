@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 
 _AGAIN = 1.0  # seconds after which a state is asked for again
 _FIRST = 60.0  # seconds after which a hub that was never there is given up
-_LONGEST_LEASE = 12.0  # seconds after which a name that is in use is not that of a process that died
+_LONGEST_LEASE = 12.0  # seconds after which a name in use does not belong to a process that died
 _UNREAD = 32  # records whose payloads are here, and not read yet, before no more are fetched: they take memory
-# What is small does not wait behind what is large, nor a state behind payloads, nor a word for a hub that is gone.
+# Small messages do not wait behind large ones, nor states behind payloads, nor anything for a hub that is gone.
 _THREADS = {"senders": 8, "calls": 8, "records": _UNREAD, "large": 8, "states": 32}
 
 
@@ -60,7 +60,7 @@ def places_of(rank: int, ranks: int, payloads: int) -> list[int]:
 
 
 class HubConnection:
-    """A rank's connection to a hub, with threads of its own. What it is told waits until training hears it."""
+    """A rank's connection to a hub, with its own threads. Its events wait until training reads them."""
 
     def __init__(self, client: Transport, rank: int = 0, ranks: int = 1, patience: float = 3600.0) -> None:
         self._client, self._rank, self._ranks, self._patience = client, rank, ranks, patience
@@ -98,7 +98,7 @@ class HubConnection:
     # Before training
 
     def reach(self, seconds: float = _FIRST) -> None:
-        advice = " Every rank of a site speaks with the hub itself: its machine needs the way there, and the keys."
+        advice = " Each rank of a site calls the hub itself: its machine must reach the hub, and needs the keys."
         self._insist(lambda: self._client.call("ping"), seconds, advice)
 
     def _insist(self, ask: Callable[[], Answer], seconds: float = _FIRST, advice: str = "") -> Answer:
@@ -207,8 +207,8 @@ class HubConnection:
         away = self._away_since
         if self._rank and away is not None and self.now() - away > self._patience:
             raise ExchangeError(
-                f"A rank of {self.site} has not reached the hub for more than patience={self._patience:.0f} s. The"
-                " checkpoint of the site holds what it trained: start it again when the hub can be reached."
+                f"A rank of {self.site} has not reached the hub for longer than patience={self._patience:.0f} s. The"
+                " site's checkpoint holds what it trained: restart it when the hub can be reached."
             )
         with self._changed:
             told, self._told = self._told, []
@@ -252,7 +252,7 @@ class HubConnection:
                 future.add_done_callback(self._pending.discard)
 
     def fail(self, error: Exception) -> None:
-        """Hears of what cannot be; at the end, when threads find all closed, that is no news."""
+        """Notes an error; at the end, when threads find all closed, that is expected."""
         if not isinstance(error, Refused) and not self._closed.is_set():
             log.error("%s: the connection to the hub failed", self.site, exc_info=error)
         with self._changed:
@@ -260,7 +260,7 @@ class HubConnection:
             self._changed.notify_all()
 
     def _call(self, name: str, about: Mapping[str, Any] | None = None, body: bytes = b"") -> Header:
-        """Says something to the hub, as the first rank does for all."""
+        """Sends something to the hub; the first rank does so for all."""
         return {} if self._rank else self._client.call(name, {"site": self.site, **(about or {})}, body)[0]
 
     def _start(self, own: Contribution) -> None:
@@ -320,7 +320,7 @@ class HubConnection:
         log.info("%s: %s", self.site, error)
 
     def _deliver(self, record: Record) -> None:
-        """Tells of a record when all that is wanted of its payloads is here, or some of it is gone."""
+        """Announces a record when all wanted payloads are here, or some are gone."""
         blobs = self._blobs([payload for payloads in record.sources for payload in self._wanted(payloads)])
         with self._changed:
             # What came early and did not count is not needed.
@@ -329,13 +329,13 @@ class HubConnection:
                 for key, early in self._early.items()
                 if early[0] != record.fragment or early[1] > record.round
             }
-            # What an earlier connection told is told again, or did not happen in a run that was founded again.
+            # Events of an earlier connection come again, or did not happen in a run that was founded again.
             if self._rank or record.key in self._coming:
                 self._coming.discard(record.key)
                 self._close(record, blobs)
 
     def _close(self, record: Record, blobs: Mapping[str, Bytes] | None) -> None:
-        """Tells of a record, and forgets what this site has contributed to its round, or to one before it."""
+        """Announces a record, and forgets what this site has contributed to its round, or to earlier ones."""
         kept = self._outbox.get(record.fragment)
         if kept and kept[0].round <= record.round:
             del self._outbox[record.fragment]
@@ -364,17 +364,17 @@ class HubConnection:
                 here |= self._insistently(lambda: self._client.get_small(small))
             return {one.key: futures[one.key].result() if one.key in futures else here[one.key] for one in payloads}
         except (HubUnreachable, CancelledError):
-            # It is told again on the next connection.
+            # It comes again on the next connection.
             raise
         except Exception as error:
-            log.warning("a payload cannot be had: %s", error)
+            log.warning("a payload is not available: %s", error)
             return None
 
     def _begin(self, payload: Payload, pool: str = "large") -> "Future[Bytes]":
         return self._pools[pool].submit(self._insistently, lambda: self._client.get(payload.key, payload.size))
 
     def _insistently(self, fetch: Callable[[], Answer]) -> Answer:
-        """Fetches again where a connection broke; what is told again on a new one is fetched again."""
+        """Fetches again where a connection broke; what comes again on a new one is fetched again."""
         tries = 0
         while True:
             try:
@@ -416,12 +416,12 @@ class HubConnection:
             case Welcomed():
                 with self._changed:
                     self._let_in, self._asking, self._ask_at = True, False, float("-inf")
-                    # What waits is told again.
+                    # What waits comes again.
                     self._kept = said.welcome.kept
                     self._waiting.clear()
                     outstanding = [own for own, _ in self._outbox.values()]
                 self._put(said)
-                # What is being tried again goes on at once.
+                # Pending retries run at once.
                 before, self._nudge = self._nudge, threading.Event()
                 before.set()
                 for own in outstanding:
@@ -439,7 +439,7 @@ class HubConnection:
                 self._put(said)
             case Lost():
                 self._let_in = self._asking = False
-                # What is being fetched may not come.
+                # Pending fetches may not arrive.
                 self._coming.clear()
                 if event.header.get("kind") == "Missing" and not self._rank:
                     # A hub that has lost its ledger knows nothing of the run.

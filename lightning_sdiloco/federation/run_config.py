@@ -1,4 +1,4 @@
-"""The run config: what a run was founded on. Who brings another one is refused, and told what differs."""
+"""The run config: what a run was founded on. A site with another one is refused, with the list of differences."""
 
 import math
 import re
@@ -20,7 +20,7 @@ from lightning_sdiloco.federation.codec import (
     plain,
 )
 
-RETENTION = 8  # rounds for which payloads are kept; who is further behind needs a state
+RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
 SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5
@@ -29,7 +29,7 @@ _SIZES = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class ChosenQuorum:
-    """Names a `Quorum`, as it stands in the run config: every hub of the run makes the same one of it."""
+    """Names a `Quorum` in the run config: every hub of the run makes the same one from it."""
 
     class_path: Annotated[str, CLASS_PATH]
     init_args: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Terms:
 
     @property
     def least_steps(self) -> int:
-        """With fewer inner steps since it was last counted a site does not launch."""
+        """The fewest inner steps since a site last counted with which it launches."""
         return max(1, -(-self.sync_every // 4))
 
     @property
@@ -89,7 +89,7 @@ class Terms:
 
 AMENDABLE = ("rounds", "grace", "lease", "quorum", "guard")  # terms that an operator may amend while a run goes on
 
-# Those of a fragment in the order of their values: names, and what describes shape and dtype.
+# A fragment's parameters in the order of their values: names, and what describes shape and dtype.
 Parameters = Annotated[tuple[tuple[str, str], ...], 1 << 20]
 
 
@@ -111,11 +111,11 @@ class RunConfig(Message):
     def __post_init__(self) -> None:
         for index, parameters in enumerate(self.fragments):
             if len(dict(parameters)) < len(parameters):
-                raise ValueError(f"run_config.fragments[{index}] does not name its parameters once each")
+                raise ValueError(f"run_config.fragments[{index}] must name its parameters once each")
 
     @cached_property
     def key(self) -> str:
-        """The key by which run configs are told apart; the first record of every fragment names it."""
+        """The key that identifies a run config; the first record of every fragment names it."""
         return key_of(self.to_bytes())
 
     @cached_property
@@ -162,7 +162,7 @@ class RunConfig(Message):
             raise Refused(
                 f"This site cannot join the run {other.run!r}, which was founded on another run config:"
                 f" {'; '.join(different[:_SHOWN])}{more}. All sites must train the same model with the same settings"
-                " and versions. Start this one with those of the run."
+                " and versions. Start this one with the run's."
             )
         return patches
 

@@ -54,12 +54,12 @@ from lightning_sdiloco.federation.wire import (
 log = logging.getLogger(__name__)
 
 MAX_CALLS = 512  # that are served at the same time; a site makes one for each of its connections, and one that stays
-_FOR_OPERATORS = 32  # further ones, so that there is room for them whoever else calls
+_FOR_OPERATORS = 32  # further ones, so that there is always room for them
 _MOST_OF_ONE = {"site": 256}  # calls that one certificate may have open; others fewer
 _MOST_OF_OTHERS = 32
 _SILENT = 10.0  # seconds within which a call says who makes it
 MAX_UPLOADS = 64  # blobs that one holder may be sending at the same time
-MAX_EVENTS = 1024  # that wait for somebody who does not read them; with one more it is sent away, and begins anew
+MAX_EVENTS = 1024  # that wait for a peer that does not read them; with one more it is sent away, and must start again
 MAX_WATCHING = 16  # how often a holder that is no site may watch at the same time
 _GIVEN_UP = 600.0  # seconds without a connection after which what has arrived of a blob is dropped
 _AGAIN = 1.0  # seconds after which something is tried again that did not succeed
@@ -67,7 +67,7 @@ _NOISE = random.Random(0).randbytes(CHUNK)  # what pings are answered with; noth
 
 
 class Session:
-    """Who watches: the events for it wait until it reads them."""
+    """A watching peer: its events wait until it reads them."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer, self.admitted, self._ended = peer, False, False
@@ -80,7 +80,7 @@ class Session:
             with suppress(queue.Empty):
                 while True:
                     self._waiting.get_nowait()
-            self.end(NoSpace(f"{self.peer.name!r} does not read what it is told."))
+            self.end(NoSpace(f"{self.peer.name!r} does not read its events."))
 
     def end(self, error: Failure | None = None) -> None:
         if not self._ended:
@@ -88,7 +88,7 @@ class Session:
             self._waiting.put(error)
 
     def events(self, first: Iterable[Event], heartbeat: float) -> Iterator[Event]:
-        """Yields what is to be told, and a heartbeat where there is nothing."""
+        """Yields waiting events, and a heartbeat if there are none."""
         yield from first
         while True:
             try:
@@ -103,7 +103,7 @@ class Session:
 
 
 class Door:
-    """Lets a call in before anything of it is read: so many of each certificate, and none that stays silent."""
+    """Lets a call in before anything of it is read: a limited number per certificate, none that stays silent."""
 
     def __init__(self) -> None:
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -127,7 +127,7 @@ class Door:
         finally:
             with self._lock:
                 self._open[who] -= 1
-                self._open += Counter()  # drops who has none
+                self._open += Counter()  # drops peers without any
 
     def first(self, requests: Iterator[bytes], context: Any) -> bytes | None:
         """Returns the first message of a stream, which has a moment for it."""
@@ -152,7 +152,7 @@ class Door:
 
 
 class Hub:
-    """Serves sites over gRPC, with TLS and certificates at both ends unless it is told otherwise."""
+    """Serves sites over gRPC, with TLS and certificates at both ends by default."""
 
     def __init__(
         self,
@@ -177,12 +177,12 @@ class Hub:
         bundle = None if keys is None else load(keys, "hub").bound(run)
         if bundle is None:
             warnings.warn(
-                "The hub serves without TLS: whoever reaches its port can read and change everything (insecure=True).",
+                "The hub serves without TLS: anyone who reaches its port can read and change all (insecure=True).",
                 stacklevel=2,
             )
         elif bundle.identity.role != "hub":
             whose = f"{bundle.identity.role} {bundle.identity.name!r}"
-            raise ValueError(f"The keys are those of {whose}, and a hub needs its own: give hub.bundle.")
+            raise ValueError(f"The keys belong to {whose}, but a hub needs its own: give hub.bundle.")
         self._run, self._bundle = run, bundle
         grpc = extra("grpc")
         self._server = grpc.server(
@@ -201,7 +201,7 @@ class Hub:
         health, self._messages = extra("grpc_health.v1.health"), extra("grpc_health.v1.health_pb2")
         self._health = health.HealthServicer()
         self._set_health("NOT_SERVING")
-        # It says its status to whoever TLS lets in, without a header. `Watch` would hold a thread for each caller.
+        # It gives its status to all that TLS lets in, without a header. `Watch` would hold a thread for each caller.
         check = grpc.unary_unary_rpc_method_handler(
             self._health.Check,
             self._messages.HealthCheckRequest.FromString,
@@ -220,16 +220,14 @@ class Hub:
         except RuntimeError:
             self.port = 0
         if not self.port:
-            raise ValueError(
-                f"listen={listen!r} cannot be listened on: give a free port and an address of this machine."
-            )
+            raise ValueError(f"listen={listen!r} cannot be used: give a free port and an address of this machine.")
 
     def start(self) -> None:
         self._calls.start(self.push)
         self._serve()
 
     def is_serving(self) -> bool:
-        """Tells what the health service answers: whether the hub has started, and does not end."""
+        """Returns what the health service answers: whether the hub has started, and is not ending."""
         answer = self._health.Check(self._messages.HealthCheckRequest(), None)
         return bool(answer.status == self._messages.HealthCheckResponse.SERVING)
 
@@ -270,7 +268,7 @@ class Hub:
         watches = peer.incarnation if current is None else current.peer.incarnation
         if call not in LOOKING and peer.role == "site" and peer.incarnation != watches:
             raise Busy(
-                f"the name {peer.name} is in use by a living process: incarnation {peer.incarnation!r} is not the one"
+                f"the name {peer.name} is in use by a running process: incarnation {peer.incarnation!r} is not the one"
                 " that watches."
             )
         return peer, header, header.get("about", {}), body
@@ -313,7 +311,7 @@ class Hub:
             upload = self._arriving[place]
             upload.used = now
         if upload.size != size:
-            raise Malformed(f"blob {key} has {upload.size:,} bytes on another connection, and here {size:,}.")
+            raise Malformed(f"blob {key} has {upload.size:,} bytes on another connection, but {size:,} here.")
         return upload
 
     def _get(self, message: bytes, context: Any) -> Iterator[bytes]:
@@ -334,7 +332,7 @@ class Hub:
         waiting = bytearray()
         for key in map(checked_key, keys):
             if (size := self.store.size(key)) > CHUNK:
-                raise Refused(f"a blob of {size:,} bytes is fetched on its own.")
+                raise Refused(f"fetch a blob of {size:,} bytes on its own.")
             waiting += self.store.read(key, 0, size)
             if len(waiting) >= CHUNK:
                 yield bytes(waiting[:CHUNK])
@@ -409,14 +407,14 @@ class Hub:
                     raise
                 codes = extra("grpc").StatusCode
                 if isinstance(error, Failure):
-                    # A line each, whatever a stranger has put into what he sent. Somebody has to make room.
+                    # A line each, whatever a stranger has sent. The operator has to make room.
                     why = " ".join(str(error).split())
                     log.log(
                         logging.ERROR if isinstance(error, NoSpace) else logging.INFO, "%s: %s", context.peer(), why
                     )
                     context.abort(getattr(codes, CODES.get(type(error), "INTERNAL")), why[:1000])
                 log.exception("a call of %s failed", context.peer())
-                context.abort(codes.INTERNAL, "the hub failed; its log says why.")
+                context.abort(codes.INTERNAL, "the hub failed; see its log.")
 
         return told
 
@@ -446,13 +444,13 @@ class HubService(Hub):
     ) -> None:
         if "://" in str(ledger):
             raise ValueError(
-                f"ledger={str(ledger)!r} is a URL, and a run has one hub, whose ledger is a file on its machine: give a"
-                " path. Where that hub ends, start it again with it; sites train on meanwhile."
+                f"ledger={str(ledger)!r} is a URL, but a run has one hub, whose ledger is a file on its machine: give a"
+                " path. If that hub ends, restart it with its ledger; sites train on meanwhile."
             )
         if backups is not None and Path(backups).resolve() == Path(ledger).resolve().parent:
             raise ValueError(
-                f"backups={str(backups)!r} is no place for copies: the run itself is in that folder, and a copy would"
-                " take its place. Give another folder, on another disk."
+                f"backups={str(backups)!r} is not a place for copies: the run itself is in that folder, and a copy"
+                " would overwrite it. Give another folder, on another disk."
             )
         if quorum is not None:
             imported(quorum)  # now, and not when a site names it
@@ -487,7 +485,7 @@ class HubService(Hub):
             if thread.ident is not None:
                 thread.join()
         super().close(grace)
-        # What is still being answered tells nobody.
+        # What is still being answered informs no site.
         self.coordinator.start(lambda event, to=None: None)
         self.ledger.close()
 
@@ -506,7 +504,7 @@ class HubService(Hub):
                 log.warning("%s", error)
                 seconds = _AGAIN
             except Exception:
-                log.exception("the hub could not do what is due, and tries again")
+                log.exception("the hub could not do its regular work, and tries again")
                 seconds = _AGAIN
             self._awake.wait(seconds)
             self._awake.clear()

@@ -4,7 +4,7 @@ The training thread owns the follower and talks to the connection; see [Note: ho
 and averaging run in the background, and are looked after once in every inner step. A site never waits for what is not
 there, except where the follower says so.
 
-[Note: one site, many followers] Every rank has a follower of its own. The first rank speaks with the hub for all, each
+[Note: one site, many followers] Every rank has its own follower. The first rank speaks with the hub for all, each
 rank moves its own payloads, and all hear the same events, of the same time, after the same inner step. So all decide
 the same, and nothing has to be agreed on but what is heard. A record is heard when every rank has what it needs of its
 payloads.
@@ -83,7 +83,7 @@ class SharedConnection:
         (self.own,) = made
 
     def all_say(self, ask: Callable[[], Any]) -> list[Any]:
-        """Returns what all ranks say. An error of one is raised on all, of which none may wait for the others."""
+        """Returns what all ranks say. An error of one is raised on all, so that none waits for the others."""
         every = self._ranks.attempt(ask)
         for outcome in every:
             if outcome.failure:
@@ -114,7 +114,7 @@ class SharedConnection:
             if not isinstance(one, Recorded):
                 told.append(one)
             elif one.record.key not in self._coming:
-                # It is told when all ranks have what they need of it.
+                # It is handed out once all ranks have what they need of it.
                 self._coming[one.record.key] = one.record, set()
                 if not self._leads:
                     self.own.fetch(one.record)
@@ -146,7 +146,7 @@ class SharedConnection:
         return told, fetched, self.own.now()
 
     def ready(self, pending: Mapping[int, Pending[Any]]) -> Collection[int]:
-        """Returns what of some work in the background is ready, at rank 0: the others wait for theirs, a moment."""
+        """Returns the background work that is ready at rank 0: the others wait a moment for theirs."""
         if not pending:
             return ()
         return set(self.all_say(lambda: {key for key, one in pending.items() if one.is_ready})[0])
@@ -162,16 +162,16 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
 
 
 def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping[str, Tensor]]:
-    """Reads what of it this rank holds, perhaps at a site with another number of ranks. Nothing in it is executed."""
+    """Reads the part that this rank holds, perhaps at a site with another number of ranks. Executes nothing."""
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
         buffers = {name: state["buffers"][name] for name in fragment.buffers.names}
     except Exception as error:  # whatever is wrong with what a stranger may have made
-        raise ValueError(f"what came is no state of fragment {fragment.index}: {error}") from error
+        raise ValueError(f"what arrived is not a state of fragment {fragment.index}: {error}") from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
-        raise ValueError(f"the state of fragment {fragment.index} that came has {tuple(outer.values.shape)} values")
+        raise ValueError(f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)} values")
     return outer, buffers
 
 
@@ -220,7 +220,7 @@ class FederatedWorld:
             self.hear()
 
     def trained(self, micro_batches: int, samples: int) -> None:
-        """Counts an inner step by its samples, of which ranks may have trained unequal numbers: `hear` adds them up."""
+        """Counts an inner step by its samples, which may differ between ranks: `hear` adds them up."""
         self._has_trained, self._samples = True, self._samples + samples
 
     @torch.no_grad()
@@ -236,7 +236,7 @@ class FederatedWorld:
             began, fragment = time.perf_counter(), self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
-            # Nobody tells a site in advance which buffers others have changed, so all of them travel.
+            # A site cannot know in advance which buffers others have changed, so all of them travel.
             launch = launch._replace(
                 travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
             )
@@ -289,7 +289,7 @@ class FederatedWorld:
         yield from self._end(step, lambda: True)
 
     def leave(self, step: int) -> Iterator[Landing]:
-        """Does the same, and waits for the hub as long as for a landing: who is told to end has little time."""
+        """Does the same, and waits for the hub as long as for a landing: a site that must end has little time."""
         until = self._now + self.follower.terms.longest_wait
         yield from self._end(step, lambda: self.follower.reachable and self._now < until)
 
@@ -305,7 +305,7 @@ class FederatedWorld:
         self.close()
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
-        """Does nothing: a site that ends takes no mean of its own, and the others go on."""
+        """Does nothing: a site that ends takes no final mean, and the others continue."""
         return iter(())
 
     def close(self) -> None:
@@ -344,7 +344,7 @@ class FederatedWorld:
                 applied = self._applied.get(record.fragment)
                 if applied is not None and applied[0].key == record.key:
                     due[record.fragment] = applied
-            # Who is far behind waits for the arithmetic, not for an inner step per round.
+            # A site far behind waits for the arithmetic, not for an inner step per round.
             behind = [i for i in due if self.follower.fragments[i].closed > due[i][0].round]
             waiting = {index: pending for index, (_, pending) in due.items() if index not in behind}
             for index in (*behind, *self._connection.ready(waiting)):
@@ -377,8 +377,8 @@ class FederatedWorld:
             if without.reason == "too long":
                 why, outlying = f"{without.times:.4g} times as long as usual", (0,)
             _log.warning(
-                "What this site contributed to round %d of fragment %d was left out: %s. It takes the outer parameters"
-                " of that fragment.",
+                "This site's contribution to round %d of fragment %d was left out: %s. It takes the outer parameters of"
+                " that fragment.",
                 record.round,
                 record.fragment,
                 why,
@@ -386,9 +386,9 @@ class FederatedWorld:
         if landing is MergeAction.DROP and not self._has_told_of_drop:
             self._has_told_of_drop = True
             _log.warning(
-                "Round %d of fragment %d closed before this site's contribution was there: it counts nowhere. If the"
-                " next one is late too, that is carried. sdiloco status tells how often it happens. Where it is often,"
-                " raise grace or overlap_steps, or let the site send less.",
+                "Round %d of fragment %d closed before this site's contribution arrived: it counts nowhere. If the next"
+                " one is late too, it is carried. sdiloco status shows how often that happens. If it is often, raise"
+                " grace or overlap_steps, or let the site send less.",
                 record.round,
                 record.fragment,
             )
@@ -396,7 +396,7 @@ class FederatedWorld:
             fragment.carry(stepped.arrival, stepped.moved)
         else:
             mixes = landing in (MergeAction.MIX, MergeAction.DROP)
-            # Who counts has sent what its compression remembers; of the others that stays.
+            # A site that counts has sent what its compression remembers; the others keep it.
             arrival = stepped.arrival
             if not mixes or own not in arrival.landing.counted:
                 arrival = arrival._replace(changes={"outer": arrival.changes["outer"]})
@@ -423,7 +423,7 @@ class FederatedWorld:
         launch = (wait[0], wait[0]) if launched is None else launched.flight.launched
         return completed(told, launch, wait, max(0.0, wait[1] - launch[1]), step)
 
-    # What is heard
+    # Incoming events
 
     def hear(self, requests: int = 0) -> int:
         """Takes what the connection has heard since the last time; says hello before."""
@@ -485,14 +485,14 @@ class FederatedWorld:
         return requests
 
     def _is_welcome(self, welcome: Welcome) -> bool:
-        """Hears what the hub has. One that has less, or something else, counts as gone: somebody may bring it back."""
+        """Takes in what the hub has. A hub that has less, or something else, counts as gone: it may come back."""
         try:
             self._begin_again(self.follower.welcome(welcome))
         except AgreementError as error:
             if welcome.rolled_back:
                 raise
             if not self._has_parted:
-                _log.warning("%s The site trains on without that hub, for as long as patience says.", error)
+                _log.warning("%s The site trains on without that hub, for as long as patience allows.", error)
             self._is_alone = self._has_parted = True
             self.follower.lose(self._now, str(error))
             return False
@@ -522,8 +522,8 @@ class FederatedWorld:
         if not fragments:
             return
         _log.info(
-            "What this site launched before it was started again stands in rounds that are open, of fragments %s. It"
-            " trains on from their outer parameters.",
+            "This site's launches from before its restart are in open rounds, of fragments %s. It trains on from their"
+            " outer parameters.",
             ", ".join(map(str, fragments)),
         )
         self._rounds.reshard()
@@ -541,11 +541,11 @@ class FederatedWorld:
         fragments, parts = self._rounds.fragments, state.parts
         try:
             if len(parts) != len(fragments):
-                raise Refused(f"the state has {len(parts)} parts, and there are {len(fragments)} fragments")
+                raise Refused(f"the state has {len(parts)} parts, but there are {len(fragments)} fragments")
             came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
             landings = self.follower.adopt(state.header, self.digests([outer.values for outer, _ in came]))
         except ValueError as error:
-            _log.warning("A state that %s gave was refused: %s.", state.source, error)
+            _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
             return
         self._rounds.reshard()
@@ -581,7 +581,7 @@ class FederatedWorld:
         saved = state.get("federation", {"site": None})
         if saved["site"] != self.follower.site:
             raise ValueError(
-                f"This is the state of site {saved['site']!r}, and this is {self.follower.site!r}: each site resumes"
+                f"This is the state of site {saved['site']!r}, but this is {self.follower.site!r}: each site resumes"
                 " from its own. Give its checkpoint, or start without one: the site then fetches a state."
             )
         self.follower.load_state_dict(saved, self.digests())

@@ -41,7 +41,7 @@ _TABLES = """
 """
 
 
-MEMORY = ":memory:"  # in place of a path: a ledger that nobody needs later
+MEMORY = ":memory:"  # instead of a path: a ledger that is not needed later
 
 
 class LedgerError(HubError):
@@ -58,7 +58,7 @@ class SQLiteLedger:
             if self.path.exists():
                 self._check_head()
             elif must_exist:
-                raise LedgerError(f"There is no ledger {self.path}. Give the path of the ledger of this run.")
+                raise LedgerError(f"There is no ledger {self.path}. Give the path of this run's ledger.")
             else:
                 _make(self.path)
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=1.0)
@@ -79,16 +79,16 @@ class SQLiteLedger:
             raise self._unusable("another process has it open" if in_use else str(error)) from error
 
     def _check_head(self) -> None:
-        # SQLite itself would take a file that is too short for an empty one, and write to what is somebody else's.
+        # SQLite itself would take a file that is too short for an empty one, and write to a file that is not its own.
         with self.path.open("rb") as file:
             head = file.read(_HEAD)
         if len(head) < _HEAD:
             raise self._unusable("it is empty, or was truncated")
         if not head.startswith(b"SQLite format 3\0"):
-            raise self._unusable("it is no database")
+            raise self._unusable("it is not a database")
         (version,), (application,) = (struct.unpack_from(">I", head, offset) for offset in (60, 68))
         if (application, version) != (_APPLICATION, _VERSION):
-            raise self._unusable("it is a database of something else, or of another version")
+            raise self._unusable("it is another kind of database, or of another version")
 
     def _verify(self) -> None:
         """Finds the last record, and the digest of all, each with its number, in their order."""
@@ -143,7 +143,7 @@ class SQLiteLedger:
             with _telling_full_disks(path.parent), contextlib.closing(sqlite3.connect(new)) as copy:
                 with self._lock:
                     self._database.backup(copy)
-                # A copy of its own, without a journal beside it.
+                # A separate copy, without a journal beside it.
                 copy.execute("pragma journal_mode = delete").fetchall()
             new.chmod(0o600)
             with new.open("rb+") as file:
@@ -177,8 +177,8 @@ class SQLiteLedger:
 
     def _unusable(self, reason: str) -> LedgerError:
         return LedgerError(
-            f"The ledger {self.path} cannot be used: {reason}. Nothing of it was changed. Give the path of the ledger "
-            "of this run, or a copy of it that is whole; a new one is made where there is no file."
+            f"The ledger {self.path} cannot be used: {reason}. It was not changed. Give the path of this run's ledger,"
+            " or an intact copy; without a file there a new one is made."
         )
 
 
@@ -194,7 +194,7 @@ def _make(path: Path) -> None:
         sync_folder(path.parent)
     except (OSError, sqlite3.Error) as error:
         new.unlink(missing_ok=True)
-        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder has to be there.") from error
+        raise LedgerError(f"The ledger {path} cannot be made ({error}): its folder must exist.") from error
 
 
 def _chained(chain: bytes, seq: int, record: Bytes) -> bytes:
@@ -270,7 +270,7 @@ class BlobStore:
         blob = self.read(key, 0, checked_size(self.size(key), self.max_blob, "blob"))
         if key_of(blob) != key:
             raise Altered(
-                f"the store {self.url} holds other bytes than those whose digest is {key}: they have been altered."
+                f"the store {self.url} holds other bytes than those with digest {key}: they have been altered."
             )
         return blob
 
@@ -288,7 +288,7 @@ class BlobStore:
         try:
             yield f"{self._blobs}/{checked_key(key)}"
         except FileNotFoundError:
-            raise Missing(f"{self._blobs}/{key} is not there.") from None
+            raise Missing(f"{self._blobs}/{key} does not exist.") from None
 
     def copy(self, other: "BlobStore", key: str) -> None:
         """Takes in a blob of another store, piece by piece."""
@@ -311,7 +311,7 @@ class BlobStore:
         self._stored[key] = time.monotonic()
 
     def retain(self, keys: Collection[str], age: float = 600.0) -> int:
-        """Drops all blobs but those named, and those that came lately: no record may name them yet."""
+        """Drops all blobs except the named ones and recent ones, which no record may name yet."""
         now, dropped = time.monotonic(), 0
         self._files.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
@@ -369,21 +369,21 @@ class Upload:
         with _telling_full_disks(store.spool):
             # Closed with this object and not before: a thread may still be writing while another gives up.
             self._file = open(self._path, "xb+", buffering=0, opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
-        # A disk that is too small says so now; what nobody has sent takes no room.
+        # A disk that is too small says so now; what was not sent takes no room.
         if size > shutil.disk_usage(store.spool).free:
             self.discard()
             raise NoSpace(f"there is no space left in {store.spool} for {size:,} bytes: nothing was stored.")
 
     def take(self, start: int, data: Bytes) -> bool:
-        """Writes a piece that has arrived; tells whether all of the blob is there."""
+        """Writes a piece that has arrived; returns whether all of the blob is there."""
         end = start + len(data)
         if not data or end > self.size:
-            raise Malformed(f"bytes {start:,} to {end:,} are none of a blob of {self.size:,} bytes.")
+            raise Malformed(f"bytes {start:,} to {end:,} are outside a blob of {self.size:,} bytes.")
         with _telling_full_disks(self._store.spool):
             with self._lock:
                 there = united(self._there, start, end)
                 if len(there) > _MOST_RANGES:
-                    raise Malformed("a blob comes in parts, each without a gap.")
+                    raise Malformed("a blob must arrive in parts without gaps.")
                 if there != self._there:  # what comes again changes nothing
                     view, at = memoryview(data), start
                     while len(view):
@@ -402,7 +402,7 @@ class Upload:
         return lacking(self._there, self.size)
 
     def commit(self) -> None:
-        """Gives the blob its name, once all of it is there and on the disk. Nobody could see it before."""
+        """Gives the blob its name, once all of it is there and on the disk. It was invisible before."""
         with self._committing, self.discarded_on_error(), _telling_full_disks(self._store.spool):
             if self._committed:
                 return
@@ -410,7 +410,7 @@ class Upload:
             for start in range(0, self.size, 4 * CHUNK):
                 digest.update(os.pread(self._handle(), 4 * CHUNK, start))
             if digest.hexdigest() != self.key:
-                raise Altered(f"the bytes that arrived are not those that were announced as {self.key}.")
+                raise Altered(f"the bytes that arrived are not those announced as {self.key}.")
             os.fsync(self._handle())
             self._store.store(self._path, self.key)
             self._committed = True
@@ -430,7 +430,7 @@ class Upload:
 
     def _handle(self) -> int:
         if self._given_up:
-            raise Missing(f"the upload of {self.key} has been given up: send it again.")
+            raise Missing(f"the upload of {self.key} was given up: send it again.")
         return self._file.fileno()
 
 

@@ -9,7 +9,7 @@ from lightning_sdiloco.federation.quorum import Quorum
 from lightning_sdiloco.federation.run_config import RETENTION
 from lightning_sdiloco.planning.link import Link, require
 
-# A quorum that learns from the past has learned after so many rounds.
+# Rounds after which a quorum that learns from the past has learned.
 _ROUNDS = 3 * RETENTION
 
 
@@ -38,11 +38,11 @@ class Way(NamedTuple):
 
 
 def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, steps: int, step_time: float) -> Waits:
-    """Plays rounds of so many inner steps, after which every site sends, until a quorum that learns has learned."""
+    """Plays rounds of ``steps`` inner steps, after which every site sends, until a quorum has learned."""
     require(0 <= grace < math.inf, "grace", grace, "at least 0 seconds")
     if quorum.fewest(len(ways)) > len(ways):
         raise ValueError(
-            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, and there are {len(ways)}: none"
+            f"quorum={quorum!r} needs {quorum.fewest(len(ways))} sites for a round, but there are {len(ways)}: no round"
             " would ever close. Give a smaller quorum."
         )
     arrives = {site: way.up(payload) for site, way in ways.items()}
@@ -58,7 +58,7 @@ def waits(quorum: Quorum, grace: float, ways: Mapping[str, Way], payload: int, s
                 break
         rounds.append(_round(closes, arrives, ways, payload))
         counted = rounds[-1].counted
-        # Of who was late it is told a round later.
+        # It learns a round later which sites were late.
         came = {site: number if site in counted else number - 1 for site in arrives}
         timings = [Timing(site, round, arrives[site] - first, step_time) for site, round in came.items() if round]
         owns = tuple(Contribution(0, number, site, "", "", 1, 0, (), steps=steps) for site in sorted(counted))

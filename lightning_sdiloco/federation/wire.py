@@ -31,7 +31,7 @@ class Denied(Refused):
 
 
 class Busy(HubError):
-    """What was asked cannot be had now, since somebody else has it. To ask again may help."""
+    """What was asked is in use elsewhere. Asking again may help."""
 
 
 class NoSpace(HubError):
@@ -43,7 +43,7 @@ class Missing(HubError):
 
 
 class Altered(HubError):
-    """Bytes are not those that their digest announced."""
+    """Bytes do not match their digest."""
 
 
 Failure = HubError | Refused  # what a call of a hub may raise
@@ -52,15 +52,15 @@ Failure = HubError | Refused  # what a call of a hub may raise
 def checked_key(key: Any) -> str:
     """Returns a key that has the form of one, so that it can be the name of a file."""
     if not isinstance(key, str) or not KEY.fullmatch(key):
-        raise Malformed(f"{str(key)[:80]!r} is no key: a key has 64 hexadecimal digits.")
+        raise Malformed(f"{str(key)[:80]!r} is not a key: a key has 64 hexadecimal digits.")
     return key
 
 
 def checked_size(size: Any, limit: int, what: str) -> int:
     if type(size) is not int or size < 0:
-        raise Malformed(f"the size of a {what} is a whole number, and not {str(size)[:80]!r}.")
+        raise Malformed(f"the size of a {what} is a whole number, not {str(size)[:80]!r}.")
     if size > limit:
-        raise Refused(f"a {what} of {size:,} bytes is too large: at most {limit:,} are taken.")
+        raise Refused(f"a {what} of {size:,} bytes is too large: the limit is {limit:,}.")
     return size
 
 
@@ -72,13 +72,13 @@ def extra(module: str) -> ModuleType:
             module.split(".")[0], module.split(".")[0]
         )
         raise ValueError(
-            f"A federation needs {package}, which is not installed. Install it with all else that a federation needs: "
-            "pip install 'lightning-sdiloco[federated]'"
+            f"A federation needs {package}, which is not installed. Install all that a federation needs: pip install"
+            " 'lightning-sdiloco[federated]'"
         ) from error
 
 
 def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
-    """Returns for how many seconds to wait after some tries in vain: ever longer, and not the same for all who wait."""
+    """Returns how many seconds to wait after failed tries: ever longer, and not the same for all that wait."""
     return random.uniform(0.5, 1.0) * min(longest, first * 2.0 ** min(tries, 16))
 
 
@@ -87,7 +87,7 @@ def backoff(tries: int, first: float = 1.0, longest: float = 30.0) -> float:
 Header = dict[str, Any]
 
 PROTOCOL = 3  # version of the messages
-OLDEST = 3  # that of the oldest site that a hub understands: the hub of a run is updated first, and then its sites
+OLDEST = 3  # the oldest site's that a hub understands: the hub of a run is updated first, and then its sites
 CHUNK = 256 << 10  # bytes of the largest piece in which blobs travel, between a header and the end of a stream
 MAX_HEADER = 64 << 10
 MAX_MESSAGE = 8 + MAX_HEADER + CHUNK  # gRPC refuses a larger one by its length, before it takes memory
@@ -114,7 +114,7 @@ def unpack(message: bytes) -> tuple[Header, bytes]:
         raise Malformed(f"a header of {length:,} bytes does not fit.")
     header = decoded(message[_LENGTH.size : end], MAX_HEADER)
     if not isinstance(header, dict):
-        raise Malformed("the header of a message is no JSON object.")
+        raise Malformed("the header of a message is not a JSON object.")
     return header, message[end:]
 
 
@@ -129,7 +129,7 @@ _SIZES: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE),
     # On a long link a connection carries a window per round trip; gRPC's own begins with 64 KiB.
     ("grpc.http2.lookahead_bytes", _WINDOW),
-    # It would make the window as large as the link can fill, and whoever writes more slowly would hold that much.
+    # It would make the window as large as the link can fill, and a slower writer would hold that much.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.write_buffer_size", 256 << 10),
 ]
@@ -137,7 +137,7 @@ _PING_MS = 10_000
 
 CLIENT_OPTIONS: list[tuple[str, int | str]] = [
     *_SIZES,
-    # Connections of their own; otherwise gRPC joins channels to the same address.
+    # Their own connections; otherwise gRPC joins channels to the same address.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     # Also the time that a connection may take to be made: with less, a site far away never connects.

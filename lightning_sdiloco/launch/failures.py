@@ -21,7 +21,7 @@ _SECONDS = 3.0
 # How long rank 0 waits for the others to look. Longer would not help: some notice only when rank 0 itself ends.
 _READING_SECONDS = 2.0
 
-# All ranks of a program run the same fits one after the other; each fit has an entry of its own.
+# All ranks of a program run the same fits one after the other; each fit has its own entry.
 _runs = itertools.count()
 
 
@@ -64,11 +64,11 @@ class Failures:
             return
         if words == [word]:
             told = (
-                f"{self._who} has lost contact with another rank, and none has left word of a failure: a process was"
+                f"{self._who} has lost contact with another rank, but none has reported a failure: a process was"
                 " killed, or a machine or the network failed."
             )
         elif not words and self._rank != 0:
-            told = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
+            told = "Rank 0, which records which rank failed first, has ended. Its output names the cause."
         else:
             told = "".join(words)
         if told:

@@ -64,7 +64,7 @@ def has_exchange_interface() -> bool:
 
 @contextmanager
 def for_exchange() -> Iterator[None]:
-    """Lets gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
+    """Makes gloo listen on the interface for the exchange, while process groups that join worker groups are made."""
     if not has_exchange_interface():
         yield
         return
@@ -80,10 +80,10 @@ def for_exchange() -> Iterator[None]:
 
 
 def _chosen(variable: str) -> tuple[str, str]:
-    """Returns name and address of the interface that a variable chooses; that of the exchange may give the address."""
+    """Returns name and address of the interface that a variable chooses; the exchange's may give the address."""
     given = os.environ[variable]
     if sys.platform != "linux":
-        raise ValueError(f"{variable}={given!r}: interfaces can be chosen on Linux only. Leave {variable} out.")
+        raise ValueError(f"{variable}={given!r}: interfaces can be chosen only on Linux. Leave {variable} out.")
     import fcntl  # it does not exist on every system
 
     found = {}
@@ -100,8 +100,8 @@ def _chosen(variable: str) -> tuple[str, str]:
             return name, address
     known = ", ".join(f"{name} ({address})" for name, address in found.items())
     raise ValueError(
-        f"{variable}={given!r} is no interface with an IPv4 address on {socket.gethostname()}, which has {known}. Set"
-        f" {variable} to one of these on this machine."
+        f"{variable}={given!r} is not an interface with an IPv4 address on {socket.gethostname()}, which has {known}."
+        f" Set {variable} to one of these on this machine."
     )
 
 
@@ -110,7 +110,7 @@ def _chosen(variable: str) -> tuple[str, str]:
 # How long it may take to connect to one rank, and for each send or receive after that.
 SECONDS = 10.0
 
-# How many are tried at once. A rank that reaches nobody needs SECONDS for each batch of this many other ranks.
+# How many are tried at once. A rank that reaches no other needs SECONDS for each batch of this many other ranks.
 _CONNECTIONS = 128
 
 _SHOWN = 8
@@ -126,7 +126,7 @@ class BrokenConnection(NamedTuple):
 
 
 class Endpoints(NamedTuple):
-    """The addresses on which a rank listens, as it tells the others."""
+    """The addresses on which a rank listens, as it announces them."""
 
     host: str
     group: int
@@ -137,7 +137,7 @@ class Endpoints(NamedTuple):
 
 
 class Listener(ThreadingTCPServer):
-    """Listens on an address and answers every connection, in a thread of its own."""
+    """Listens on an address and answers every connection, in its own thread."""
 
     daemon_threads, request_queue_size = True, _CONNECTIONS
 
@@ -241,11 +241,11 @@ def advice(broken: Sequence[BrokenConnection]) -> str:
     loopback = [one for one, host in zip(broken, hosts, strict=True) if ipaddress.ip_address(host).is_loopback]
     if loopback:
         return (
-            f"Rank {loopback[0].target} listens on a loopback address, where only its own machine reaches it: there the"
-            " host name stands for that address. Set GLOO_SOCKET_IFNAME to the interface that the others reach."
+            f"Rank {loopback[0].target} listens on a loopback address, which only its own machine reaches: its host"
+            " name stands for that address there. Set GLOO_SOCKET_IFNAME to the interface that the others reach."
         )
     return (
-        "Open all TCP ports between these machines in both directions: gloo listens on whatever port the system gives"
-        " it. If a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
-        " SDILOCO_EXCHANGE_INTERFACE for what goes between worker groups."
+        "Open all TCP ports between these machines in both directions: gloo listens on any port the system gives it. If"
+        " a machine has several addresses, choose the interface with GLOO_SOCKET_IFNAME, or with"
+        " SDILOCO_EXCHANGE_INTERFACE for the traffic between worker groups."
     )

@@ -72,8 +72,8 @@ class Rendezvous:
             if left <= seconds:
                 raise ValueError(
                     f"{missing} did not come to {self.address} within {self._timeout.total_seconds():g} s ({name})."
-                    f" {self.world_size} ranks are expected. Start as many, give all of them the same address and port,"
-                    " and see in their output why they ended."
+                    f" {self.world_size} ranks are expected. Start that number, give all of them the same address and"
+                    " port, and see in their output why they ended."
                 )
             if self.rank == 0:
                 _log.warning(
@@ -119,7 +119,7 @@ def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience
             unanswered_since = now
             if now - started > timeout.total_seconds():
                 raise ValueError(
-                    f"{who}: nobody listened there within {timeout.total_seconds():g} s. Start rank 0 on {host}, and"
+                    f"{who}: nothing listened there within {timeout.total_seconds():g} s. Start rank 0 on {host}, and"
                     " give all ranks its address and port (MASTER_ADDR, MASTER_PORT)."
                 ) from answer
         elif isinstance(answer, bytes) and (answer or now - unanswered_since > patience):
@@ -127,7 +127,7 @@ def wait_for_store(host: str, port: int, rank: int, timeout: timedelta, patience
         elif isinstance(answer, OSError) and now - unanswered_since > patience:
             raise ValueError(
                 f"{who}: {reason(answer)}. The way from this machine to {host} is closed, or the address is wrong. Set"
-                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open the port for TCP."
+                " MASTER_ADDR to an address of rank 0's machine that all others reach, and open the TCP port."
             ) from answer
         if now - warned > _SECONDS_BETWEEN_WARNINGS:
             warned = now
@@ -152,7 +152,7 @@ def _greet(host: str, port: int, seconds: float) -> bytes | OSError:
 
 def _no_store(host: str, port: int, answer: bytes) -> str:
     said = f"it says {answer.splitlines()[0].decode(errors='replace')!r}" if answer else "it says nothing"
-    return f"{host}:{port} answers, but is no torch TCPStore ({said}): another program listens there. {_CHOOSE}"
+    return f"{host}:{port} answers, but is not a torch TCPStore ({said}): another program listens there. {_CHOOSE}"
 
 
 def try_to_connect(
@@ -185,5 +185,5 @@ def warn_of_shared_store(rank: int) -> None:
     ):
         _log.warning(
             "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, on every node."
-            " Without it, restarted processes try to reach those before them, and fail."
+            " Without it, restarted processes try to reach the old ones, and fail."
         )

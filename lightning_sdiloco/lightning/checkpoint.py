@@ -157,8 +157,8 @@ class Checkpointer:
         self._options.restore(saved)
         if other := Settings.differences(saved, self._settings()):
             raise ValueError(
-                f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with those"
-                " it was saved with, or start the rounds anew from its outer parameters with resume='restart'."
+                f"The checkpoint cannot be resumed exactly with other settings: {'; '.join(other)}. Resume with the"
+                " settings it was saved with, or restart the rounds from its outer parameters with resume='restart'."
             )
 
     def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
@@ -171,7 +171,7 @@ class Checkpointer:
             """Reads on rank 0, for all: they may see different files."""
             if topology.rank:
                 return None
-            # What is in flight lands as it would have landed.
+            # Flights land as they would have landed.
             before = settings.taken_from(header["settings"])
             same_optimizer = header["settings"].get("outer_optimizer") == before.described()["outer_optimizer"]
             return restart_from(files.read_groups(path, header), before if same_optimizer else None)
@@ -201,8 +201,8 @@ class Checkpointer:
         if self._trainer.is_global_zero:
             _log.warning(
                 "The checkpoint is not resumed exactly: it was saved with %s, now there are %s%s. Every group starts"
-                " from its outer parameters and outer momentum, and the rounds begin anew. Flights lost so far: %d."
-                " Worker groups that begin with a fresh inner optimizer: %s.",
+                " from its outer parameters and outer momentum, and rounds restart. Flights lost so far: %d. Worker"
+                " groups that start with a fresh inner optimizer: %s.",
                 layout,
                 self._layout(),
                 "".join(f"; {other}" for other in Settings.differences(header["settings"], self._settings())),
@@ -263,8 +263,8 @@ class Checkpointer:
     @property
     def _advice(self) -> str:
         return (
-            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: save_top_k of"
-            " ModelCheckpoint, and resume='exact:newest' of the strategy."
+            f"Resume from {self._last_standing}. Make room on the disk, or keep fewer checkpoints: set"
+            " ModelCheckpoint's save_top_k, and resume='exact:newest' in the strategy."
         )
 
     def _save_alone(self, state: dict[str, Any], path: str) -> None:
@@ -273,11 +273,11 @@ class Checkpointer:
         except OSError as error:
             files.discard(path, "exception")
             _log.warning(
-                "After an exception this rank cannot keep its state: %s. Resume from %s.", error, self._last_standing
+                "After an exception this rank could not save its state: %s. Resume from %s.", error, self._last_standing
             )
             return
         _log.warning(
-            "After an exception this rank kept its own state in %s beside %s, which cannot be resumed: other ranks may"
+            "After an exception this rank saved its own state in %s, beside %s. It cannot be resumed: other ranks may"
             " be at another step. Resume from %s.",
             kept,
             path,
@@ -286,7 +286,7 @@ class Checkpointer:
 
     @property
     def _last_standing(self) -> str:
-        return next(reversed(self._standing), "an earlier run's checkpoint: this run had saved none")
+        return next(reversed(self._standing), "an earlier run's checkpoint: this run saved none")
 
     def remove(self, path: Any, remove: Callable[[Any], None]) -> None:
         """Removes a checkpoint and its folder; if a thread is just writing the file, as soon as it is written."""
@@ -414,7 +414,7 @@ def begin_epochs_alike(trainer: Any, undo: ExitStack) -> None:
 
 # Metrics
 
-# What a metric has beside its own states.
+# What a metric has apart from its own states.
 _BESIDE = ("_update_count", "_forward_cache")
 
 

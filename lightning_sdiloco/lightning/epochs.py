@@ -3,7 +3,7 @@
 [Note: uneven data] Where lengths are known, all ranks agree on the smallest when Lightning loads the data. Where they
 are not, or a loader ends before the length that it announced, a group without data follows the others with idle
 batches: Lightning gets None, which it takes for a batch without training. They count as inner steps and as global steps
-like those of the group that trains in them. The group asks for the end of the epoch with its next launch; the batch in
+like a training group's. The group asks for the end of the epoch with its next launch; the batch in
 which that lands is the last in all groups. Where the data of all has ended, the epoch is over at once.
 
 [Note: where the others are] A group without data cannot know how far the others get, and must not stop them. So every
@@ -56,7 +56,7 @@ _LOADERS = "combined_loader"
 class Epochs:
     """The epochs of a fit: what fetches the batches of this group, and knows where the other groups are.
 
-    See [Note: where the others are]. With several worker groups it stands in the place of Lightning's data fetcher.
+    See [Note: where the others are]. With several worker groups it replaces Lightning's data fetcher.
     """
 
     # A tuner removes the callback that counts: each rank is then alone, and epochs are not open.
@@ -76,7 +76,7 @@ class Epochs:
         self._states: Callable[[], dict[str, Any]] = loop.on_save_checkpoint
 
         def saved_state(states: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-            # With that of its loaders as if nobody had looked ahead.
+            # With that of its loaders as if they had not been read ahead.
             loaders = self._loaders if loop._data_fetcher is self else None
             return states() if loaders is None else {**states(), _LOADERS: loaders}
 
@@ -99,7 +99,7 @@ class Epochs:
     # Where the others are
 
     def meet(self) -> None:
-        """Tells the others, once for each batch, that this group is about to wait for all of them."""
+        """Announces, once for each batch, that this group is about to wait for all others."""
         if self._is_open and self._end is None and self.fit.is_training:
             batch = self.fit.trainer.fit_loop.epoch_loop.batch_progress.current.ready
             if batch > self._last:
@@ -128,23 +128,23 @@ class Epochs:
         return self._end
 
     def _tell(self, batch: int, is_end: bool) -> None:
-        """Says in which batch this group is, or after which its data ended."""
+        """Announces in which batch this group is, or after which its data ended."""
         engine, exchange = self.fit.engine, self.fit.groups.topology.progress
         word = torch.tensor([batch, is_end], dtype=torch.int64).view(torch.uint8)
         posted = exchange.post([word] * exchange.num_groups)
         self._told.append((engine.inner_steps if engine is not None else 0, posted))
 
     def _hear(self) -> list[list[int]]:
-        """Returns what all groups told in the meeting that was posted first."""
+        """Returns what all groups said in the meeting that was posted first."""
         topology, timeout = self.fit.groups.topology, self.fit.options.settings.timeout
         try:
             deadline = time.monotonic() + timeout.total_seconds()
             words = topology.progress.collect(self._told.popleft()[1], deadline)
         except Unanswered as error:
             raise ExchangeError(
-                f"{error} while worker group {topology.group_index}, after batch {self._last} of the epoch,"
-                " waited to hear where the others are. The run cannot go on without it. See why that group stopped or"
-                " is unreachable; if it was only slow, raise timeout."
+                f"{error} while worker group {topology.group_index}, after batch {self._last} of the epoch, waited to"
+                " hear where the others are. The run cannot continue without it. Find out why that group stopped or is"
+                " unreachable; if it was only slow, raise timeout."
             ) from error
         return [word.clone().view(torch.int64).tolist() for word in words]
 
@@ -212,7 +212,7 @@ class Epochs:
         text = ", ".join(f"group {group} has {' and '.join(numbers)}" for group, numbers in told.items())
         if agreed == 0:
             raise ValueError(
-                f"Some worker groups have no batch to train on: {text}. Epochs end together, so nobody would train."
+                f"Some worker groups have no batch to train on: {text}. Epochs end together, so no group would train."
                 " Give every group data, or train with fewer worker groups."
             )
         loop.max_batches = agreed
@@ -261,10 +261,10 @@ class Epochs:
         if item is None:
             if _YIELDED_NONE not in said and topology.group_rank == 0:
                 _log.warning(
-                    "Worker group %d has no more batches in epoch %d after %d, and others have. It follows them with"
-                    " idle batches, in which it does not train, until all end the epoch together: when the data of all"
-                    " has ended, or after the landing of its next launch. A loader with a length, or"
-                    " limit_train_batches as a number of batches, avoids them. This is said once.",
+                    "Worker group %d has no more batches in epoch %d after %d, but others have. It follows them with"
+                    " idle batches, in which it does not train, until all groups end the epoch together: when all data"
+                    " has ended, or when its next launch has landed. To avoid them use a loader with a length, or"
+                    " limit_train_batches as a number of batches. Shown once.",
                     topology.group_index,
                     trainer.current_epoch,
                     self.fetched,
@@ -302,7 +302,7 @@ def count_idle_batch(trainer: Any, optimizer_steps: int) -> bool:
 
 
 def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
-    """Drops metrics of the epoch whose reduction over all ranks would wait in vain for ranks that did not log them."""
+    """Drops metrics of the epoch whose reduction over all ranks would wait forever for ranks that did not log them."""
     results = trainer.fit_loop.epoch_loop._results
 
     # A metric gathers its own states.
@@ -322,8 +322,8 @@ def drop_what_not_all_logged(trainer: Any, topology: Topology) -> None:
         del results[key]
     if dropped and topology.group_rank == 0:
         _log.warning(
-            "Not every rank logged %s in epoch %d, where a reduction would wait for those without: dropped. Log it on"
-            " every rank, or without sync_dist on one. A worker group without a batch in an epoch logs nothing.",
+            "Not every rank logged %s in epoch %d, and a reduction would wait for those that did not: dropped. Log it"
+            " on every rank, or on one without sync_dist. A worker group without a batch in an epoch logs nothing.",
             ", ".join(dropped),
             trainer.current_epoch,
         )
@@ -359,14 +359,14 @@ def follow_engine(trainer: Any, engine: StreamingDiLoCo) -> bool:
             if isinstance(wrapper, DroppingLoader):
                 if not trainer.lightning_module.automatic_optimization:
                     raise ValueError(
-                        "DropCompute does not go with manual optimization: only the module knows when gradients are"
-                        " synchronised. Optimize automatically, or skip the batches that are None in a loop of your"
-                        " own."
+                        "DropCompute does not work with manual optimization: only the module knows when gradients are"
+                        " synchronised. Use automatic optimization, or skip the batches that are None in your own loop."
                     )
                 if trainer.accumulate_grad_batches != wrapper.drop.micro_batches:
                     raise ValueError(
                         f"DropCompute(micro_batches={wrapper.drop.micro_batches}) and"
-                        f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Give both the same number."
+                        f" accumulate_grad_batches={trainer.accumulate_grad_batches} differ. Set both to the same"
+                        " number."
                     )
                 # Lightning steps after its last batch, which limits of the trainer or of other groups may put earlier.
                 wrapper.length = min(wrapper.length, int(trainer.num_training_batches))
@@ -423,7 +423,7 @@ def keep_batches_silent(undo: ExitStack, fit: FitState) -> None:
 
 
 def _monitor_means(undo: ExitStack, trainer: Any, groups: ConnectedGroups) -> None:
-    """Lets what is saved or scheduled by a metric that groups logged go by its mean over all ranks."""
+    """Makes saving and scheduling by a metric that groups logged go by its mean over all ranks."""
 
     def monitored(original: Callable[[str], Any], key: str) -> Any:
         value = original(key)

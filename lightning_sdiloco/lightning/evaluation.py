@@ -2,16 +2,16 @@
 
 [Note: the model that validation sees] It is in the module before any hook of a validation runs, and the local one is
 back after all of them: callbacks and modules that swap weights for the time of a validation, such as averages, put back
-what they found. Lightning's own hooks of a strategy run after those of callbacks and modules, also at the end.
+what they found. Lightning runs a strategy's hooks after the hooks of callbacks and modules, also at the end.
 
-[Note: the first round] Until every fragment has landed once, the outer model holds values that nobody has trained.
+[Note: the first round] Until every fragment has landed once, the outer model holds untrained values.
 Validation and checkpoints then show the mean of the groups, which takes an exchange. A group that validates alone must
 not wait for others, so there is none unless Lightning's loop has decided to validate, which it does after the same
 batch in all groups, and all ranks have something to validate with. All ranks call ``trainer.save_checkpoint``, but a
-rank that ends with an exception waits for nobody, and a signal leaves no time: then, and where somebody asks for a
+rank that ends with an exception waits for no other, and a signal leaves no time: then, and if a caller asks for a
 ``state_dict`` alone, it is that of the group, and a warning says so. The mean serves until the next inner step, so that
-the best model is the one that was validated. What a fit resumes from lies beside it, and is the same as ever. On a
-route on which groups hold outer parameters of their own, every validation and every checkpoint shows their mean.
+the best model is the one that was validated. What a fit resumes from lies beside it, unchanged. On a
+route on which groups hold their own outer parameters, every validation and every checkpoint shows their mean.
 
 [Note: averages of outer parameters] Lightning's callbacks read the module when a batch or an epoch ends. There it holds
 local parameters, so here they read the outer ones, which change only at landings: an update that is wanted between two
@@ -61,9 +61,9 @@ class ShownModel:
         self._groups.meet()
         if self._warns and not engine.has_landed and self._groups.topology.rank == 0:
             _log.warning(
-                "Up to inner step %d, when every fragment has landed once, validation and checkpoints hold the mean of"
-                " the worker groups, for which these exchange all fragments in float32: the outer model holds values"
-                " until then that nobody has trained. This is said once.",
+                "Until every fragment has landed once, after inner step %d, validation and checkpoints use the mean of"
+                " the worker groups, which they exchange in float32: the outer model still holds untrained values."
+                " Shown once.",
                 engine.inner_steps - engine.steps_in_rounds + engine.schedule.first_round,
             )
         self._warns = False
@@ -90,9 +90,9 @@ class ShownModel:
             self.exchange(engine)
         if self.mean is None and not is_shown and not engine.has_landed:
             _log.warning(
-                "A state_dict of worker group %d is taken after inner step %d, before every fragment has landed"
-                " once. It holds the local values of this group: after an exception or a signal, or for one rank"
-                " alone, the groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
+                "This state_dict of worker group %d was taken after inner step %d, before every fragment has landed"
+                " once. It holds this group's local values: after an exception or a signal, or when one rank saves"
+                " alone, groups do not exchange. %s, called on all ranks, saves the mean of the groups.",
                 self._groups.topology.group_index,
                 engine.inner_steps,
                 self._save,
@@ -131,7 +131,7 @@ class Evaluation:
         """Returns the model that a checkpoint holds: what is shown, was shown last, or the outer one."""
         if self._groups.failed and self._groups.topology.group_size > 1:
             _log.warning(
-                "A state_dict is taken after an exception. It holds the local parameters of this rank: gathering the"
+                "This state_dict was taken after an exception. It holds this rank's local parameters: gathering the"
                 " outer ones would wait for ranks that may be gone. Resume from an earlier checkpoint."
             )
             return local()
@@ -251,7 +251,7 @@ class Averaging:
         """Returns what a checkpoint needs beside what the callbacks themselves save; None if there is nothing."""
         if self._callback is None:
             return None
-        # The checkpoint has the average of rank 0. Those of other ranks differ from it only in their buffers.
+        # The checkpoint has the average of rank 0. Other ranks' differ from it only in their buffers.
         buffers = [buffer.to("cpu", copy=True) for buffer in self._callback._average_model.buffers()]
         return {"wanted": self._wanted, "unfinished": self._unfinished, "buffers": buffers}
 

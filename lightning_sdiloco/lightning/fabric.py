@@ -38,15 +38,15 @@ else:
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Give collectives group=fabric.strategy.topology.in_group.process_group, and use those of Fabric, which go over all"
-    " ranks, where you validate or save."
+    "Pass group=fabric.strategy.topology.in_group.process_group to collectives. Fabric's own go over all ranks: use"
+    " them where you validate or save."
 )
 
 
 class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     """Trains one model on several worker groups, in a loop that calls ``optimizer.step()``.
 
-    Its arguments are those of the Trainer's strategy, but for what only a Trainer does.
+    It takes the arguments of the Trainer's strategy, except what only a Trainer can do.
     """
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
@@ -70,7 +70,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self._options.auto:
             raise ValueError(
                 f"{self._options.auto[0]}='auto' is for the Trainer's strategy, where the planner measures the first"
-                " inner steps. Give a number; `sdiloco plan` says which suits a link."
+                " inner steps. Give a number; `sdiloco plan` recommends one for your link."
             )
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
@@ -87,15 +87,15 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     # What users call and read
 
     def finish(self) -> list[Landing]:
-        """Ends training, after the last step and in all processes: the model is left with the outer parameters.
+        """Ends training, after the last step and in all processes: the model ends with the outer parameters.
 
         Fragments in flight land, and each then takes the plain mean of the groups' local parameters. Returns
         what landed.
         """
         if self.engine is None:
             _log.warning(
-                "fabric.strategy.finish() was called, and no optimizer that was set up with fabric.setup has stepped:"
-                " the worker groups have exchanged nothing."
+                "fabric.strategy.finish() was called, but no optimizer from fabric.setup has stepped: the worker groups"
+                " have exchanged nothing."
             )
             return []
         self._landings = self.engine.finish()
@@ -103,20 +103,20 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return self._landings
 
     def idle_step(self) -> list[Landing]:
-        """Makes an inner step in which this group does not train, where its loader yields None. Returns what landed."""
+        """Makes an inner step without training, when this group's loader yields None. Returns what landed."""
         self._step(self._begun(), idle=True)
         return self._landings
 
     def note_trained(self, micro_batches: int) -> None:
-        """Says how many micro-batches are trained in the inner step that comes next; see `StreamingDiLoCo.step`."""
+        """Sets how many micro-batches the next inner step trains; see `StreamingDiLoCo.step`."""
         self._trained = micro_batches
 
     @contextmanager
     def evaluate(self) -> Iterator[None]:
-        """Shows the outer model inside a ``with`` block, the same in all groups, and then the local one again.
+        """Shows the outer model inside a ``with`` block, the same in all groups, then the local one again.
 
-        Until every fragment has landed once it shows the mean of the groups, because nobody has trained the outer model
-        by then, and so it does on a route that does not share. So all ranks must call it.
+        Until every fragment has landed once, and on a route that does not share, it shows the mean of the groups. All
+        ranks must call it.
         """
         engine = self.engine
         if engine is None or engine.is_finished:
@@ -142,14 +142,14 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def setup_module(self, module: nn.Module) -> Any:
         if self.engine is not None and self.engine.is_finished:
-            # Whoever sets up a model after the end begins to train anew.
+            # Setting up a model after the end starts a new training.
             self._nets, self._inner_optimizers = [], []
             self.results.engine = None
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
                 raise ValueError(
-                    f"{name!r} is a SyncBatchNorm over all ranks, so that all worker groups would wait for each other"
-                    " in every step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
+                    f"{name!r} is a SyncBatchNorm over all ranks: all worker groups would wait for each other in every"
+                    " step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
         require_same_model(module, self.topology.world)
@@ -196,13 +196,13 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             # It was not set up with this strategy, so it is none of ours.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
-        # What a fixed world sends is not what a site does.
+        # A fixed world does not send what a site sends.
         if self._announcement is None and engine.site is None:
             self._announcement = Announcement(engine)
         if engine.is_finished:
             raise RuntimeError(
-                "An optimizer was stepped after fabric.strategy.finish(): the worker groups have joined. Call finish()"
-                " once, after the last step; to train on, set up the model and its optimizer again."
+                "An optimizer was stepped after fabric.strategy.finish(), when the worker groups had joined. Call"
+                " finish() once, after the last step; to train on, set up the model and its optimizer again."
             )
         output = super().optimizer_step(optimizer, **kwargs)
         if optimizer is self._inner_optimizers[-1]:
@@ -229,9 +229,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         module = next((net for net in self._nets if stepped <= set(map(id, net.parameters()))), None)
         if module is None:
             raise ValueError(
-                f"No module that fabric.setup was given has all parameters of the {len(self._inner_optimizers)}"
-                " optimizers. One strategy trains one model: put the networks into one nn.Module, set that up, and then"
-                " its optimizers."
+                f"No module given to fabric.setup has all parameters of the {len(self._inner_optimizers)} optimizers."
+                " One strategy trains one model: put the networks into one nn.Module, set that up, then its optimizers."
             )
         engine = StreamingDiLoCo(
             module,
@@ -267,15 +266,15 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         state = self._shown.state_dict(engine, self._saves_with_all, local)
         if self._saves_with_all and self._shown.mean is not None:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker groups, for which"
-                " these exchanged all fragments in float32: what fabric.strategy.finish() would end with."
+                f"The checkpoint after inner step {engine.inner_steps} holds the mean of the worker groups, exchanged"
+                " in float32: the model that fabric.strategy.finish() would end with."
             )
         elif engine.has_landed:
             rank_zero_info(
-                f"The checkpoint after inner step {engine.inner_steps} holds the outer model, without what the worker"
-                " groups trained since the launches that landed last, of which each fragment has one in"
-                f" {engine.settings.sync_every} steps. Before you save the last one call fabric.strategy.finish(), in"
-                " all processes: it lands what is in flight, and takes the last mean."
+                f"The checkpoint after inner step {engine.inner_steps} holds the outer model. It lacks what the worker"
+                " groups have trained since the launches that landed last; each fragment launches every"
+                f" {engine.settings.sync_every} steps. Before you save the last checkpoint, call"
+                " fabric.strategy.finish() in all processes: it lands what is in flight and takes the last mean."
             )
         return state
 
@@ -333,7 +332,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 def _warn_of_unfinished(inner_steps: list[int]) -> None:
     if inner_steps:
         _log.warning(
-            "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and"
-            " each worker group ended with a model of its own. Call it in all processes after the last step.",
+            "Training ended after %d inner steps without fabric.strategy.finish(): what was in flight is lost, and each"
+            " worker group ended with its own model. Call it in all processes after the last step.",
             inner_steps[0],
         )

@@ -42,13 +42,13 @@ from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
 
-# For the gradients of a warm-up that nobody asked for training may wait for this share of the time, or for so many
+# Training may wait for the gradients of an automatically chosen warm-up for this share of the time, or for this many
 # seconds in an inner step.
 _MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 
 _ADVICE = (
-    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or give"
-    " collectives group=trainer.strategy.topology.in_group.process_group."
+    "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or pass"
+    " group=trainer.strategy.topology.in_group.process_group to collectives."
 )
 
 
@@ -151,7 +151,7 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # What is left to the planner is told once it has chosen.
+        # What is left to the planner is announced once it has chosen.
         if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto:
             if (steps := self._known_steps) < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
@@ -169,7 +169,7 @@ class Fit(FitState):
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
 
     def recut(self) -> bool:
-        """Cuts the model anew where an epoch begins with other trainable parameters."""
+        """Cuts the model again if an epoch begins with other trainable parameters."""
         begins, self._epoch_begins = self._epoch_begins, False
         engine = self.engine
         if not begins or engine is None or not engine.has_other_parameters():
@@ -182,8 +182,8 @@ class Fit(FitState):
         now = {name for fragment in engine.fragments for name in fragment.names}
         if self.trainer.is_global_zero:
             _log.warning(
-                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut into %d"
-                " fragments anew, and the rounds begin again.",
+                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut again, into"
+                " %d fragments, and rounds restart.",
                 len(now - before),
                 len(before - now),
                 len(engine.fragments),
@@ -207,7 +207,7 @@ class Fit(FitState):
     def end_batch(self, batch: Any) -> list[Landing]:
         """Makes the inner step of a batch in which an optimizer stepped, or would have; returns what landed."""
         self.watch.end()
-        # What was agreed on after the last inner step has been done.
+        # All that was agreed on after the last inner step is done.
         self.requests.agreed_now, self.landed = 0, False
         engine = self.engine
         if batch is not None:
@@ -220,8 +220,8 @@ class Fit(FitState):
             return []
         if engine.is_finished:
             raise RuntimeError(
-                "Training goes on after its last batch: max_epochs or max_steps was raised when the worker groups had"
-                " joined already. Set them before trainer.fit, or fit again."
+                "Training continues after its last batch: max_epochs or max_steps was raised after the worker groups"
+                " had joined. Set them before trainer.fit, or fit again."
             )
         self.requests.ask(self.signals.received)
         if engine.launches_next:
@@ -254,7 +254,7 @@ class Fit(FitState):
         return landings
 
     def _judge_warmup(self, engine: StreamingDiLoCo) -> None:
-        """Ends a warm-up that nobody asked for where the link is too slow: where steps take twice as long and more."""
+        """Ends a warm-up that was chosen automatically if the link is too slow: if steps take twice as long or more."""
         now = time.monotonic(), engine.report()["exposed_wait_s"]
         if engine.inner_steps == FIRST:
             self._warmup_since = now
@@ -270,7 +270,7 @@ class Fit(FitState):
             if self.trainer.is_global_zero:
                 _log.warning(
                     "The warm-up ends after %d inner steps, not after %d: training waits for gradients for %.0f %% of"
-                    " the time. Give warmup_steps=%d to have it all the same.",
+                    " the time. Set warmup_steps=%d to keep the longer warm-up.",
                     STEPS + 1,
                     was,
                     100 * share,
@@ -285,7 +285,8 @@ class Fit(FitState):
         if trainer.current_epoch == 0 and (self.engine is None or not self.engine.inner_steps):
             _log.warning(
                 "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
-                " worker groups train apart. Return the optimizers there, and step those of self.optimizers()."
+                " worker groups train apart. Return your optimizers there, and step those that self.optimizers()"
+                " returns."
             )
 
     def _note(self, landings: list[Landing]) -> None:
@@ -339,7 +340,7 @@ class Fit(FitState):
         return landings
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Tells the other ranks of an exception, before another callback saves a checkpoint."""
+        """Reports an exception to the other ranks, before another callback saves a checkpoint."""
         # After a signal all ranks end with this one, after the same inner step.
         if self.ended and isinstance(exception, self.termination):
             self._log_rest()

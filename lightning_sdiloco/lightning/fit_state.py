@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Request(IntFlag):
-    """What can be asked for. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
+    """The requests. From ``CHECKPOINT`` on, each bit stands for one periodic checkpoint."""
 
     TERMINATE = 1
     TIME_LIMIT = 2
@@ -93,7 +93,7 @@ class Requests:
 
 
 class FitState:
-    """A fit as its parts see it. Every fit has an object of its own, so nothing is reset."""
+    """A fit as its parts see it. Every fit has its own object, so nothing is reset."""
 
     trainer: Any
     options: Options
@@ -129,7 +129,7 @@ class Signals:
 
     @property
     def received(self) -> int:
-        # Of a copy: another one may come meanwhile.
+        # From a copy: another one may come meanwhile.
         return sum(self._received.copy())
 
     def end_if_any_received(self) -> None:
@@ -197,7 +197,7 @@ class Signals:
             # Not a name that Lightning looks for: it would resume a later job from this file unasked.
             path = os.path.join(str(folder), f"terminated-step={step}.ckpt")
             trainer.save_checkpoint(path)
-            told = f"To go on from there: trainer.fit(..., ckpt_path={path!r})."
+            told = f"To continue from there: trainer.fit(..., ckpt_path={path!r})."
         else:
             told = (
                 "No checkpoint was saved, because the trainer saves none (enable_checkpointing, fast_dev_run,"
@@ -217,9 +217,7 @@ def listen_without_fit(trainer: Any, undo: ExitStack) -> None:
         connector.received_sigterm = True
 
     def refuse(_: Any, signum: int, frame: Any) -> None:
-        _log.warning(
-            "Signal %s asks to requeue the job. Outside trainer.fit there is no state to requeue it with.", signum
-        )
+        _log.warning("Signal %s asks to requeue the job, but outside trainer.fit there is no state to save.", signum)
 
     wrap(undo, connector, "_sigterm_notifier_fn", terminate)
     wrap(undo, connector, "_slurm_sigusr_handler_fn", refuse)

@@ -129,9 +129,9 @@ class ConnectedGroups:
         if self._topology is None or self._topology.is_stale():
             if (connected := world().size) != layout.world_size:
                 raise ValueError(
-                    f"{connected} processes are connected, by other code than Lightning's, and the worker groups are"
-                    f" made for {layout.world_size}. Give as many by devices and num_nodes, or by a cluster environment"
-                    " in plugins whose world_size() knows them."
+                    f"{connected} processes are connected by code outside Lightning, but the worker groups are made for"
+                    f" {layout.world_size}. Set devices and num_nodes to that number, or give plugins a cluster"
+                    " environment whose world_size() returns it."
                 )
             require_same_settings({**options.described(), **model_format.described}, world())
             joining = for_exchange if has_exchange_interface() else None
@@ -149,7 +149,7 @@ class ConnectedGroups:
         self._topology = topology
 
     def fail(self, exception: BaseException) -> None:
-        """Tells the others that this rank ends with an exception; from now on it must not wait for them."""
+        """Reports to the others that this rank ends with an exception; from now on it must not wait for them."""
         self.failed = True
         failures, self._failures = self._failures, None
         if failures is not None:
@@ -157,7 +157,7 @@ class ConnectedGroups:
                 failures.leave(exception)
 
     def meet(self) -> None:
-        """Announces that this rank is about to wait for all others, of which some may wait for its epoch to end."""
+        """Announces that this rank is about to wait for all others; some may wait for its epoch to end."""
         if self.announce is not None and not self.failed:
             self.announce()
 
@@ -191,8 +191,8 @@ class ConnectedGroups:
             raise ExchangeError(
                 f"This rank, of worker group {self.topology.group_index}, waited for all others at"
                 f" {names or 'a barrier'} and they did not come; fragments in flight: {in_flight or 'none'}. Other"
-                " groups have stopped, or are still training because their data is longer or trainer.should_stop was"
-                " set here alone."
+                " groups have stopped, or are still training because they have more data or because trainer.should_stop"
+                " was set here only."
             ) from error
 
 
@@ -206,8 +206,9 @@ def _layout(host: Any, options: Options, model_format: WholeModel) -> GroupLayou
         world_size = host.world_size
     if world_size % nodes:
         raise ValueError(
-            f"{type(environment).__name__} says that there are {world_size} processes, which do not fill num_nodes="
-            f"{nodes} nodes equally. Start as many on every node, or leave num_nodes at 1 and set worker_groups."
+            f"{type(environment).__name__} says that there are {world_size} processes, which do not fill"
+            f" num_nodes={nodes} nodes equally. Start the same number on every node, or leave num_nodes at 1 and set"
+            " worker_groups."
         )
     return model_format.layout(options.worker_groups, nodes, world_size // nodes)
 
@@ -233,7 +234,7 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
 
 
 class BatchWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch, where nobody replaces them.
+    """Warns once if user code issues collectives over all ranks in batch after batch, where they are not replaced.
 
     [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
     model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
@@ -259,7 +260,7 @@ class BatchWatch:
         if self._in_a_row == _BATCHES_IN_A_ROW:
             _log.warning(
                 "torch.distributed was called over all ranks in %d training batches in a row: every worker group waits"
-                " for the slowest one in every batch. %s This is said once.",
+                " for the slowest one in every batch. %s Shown once.",
                 _BATCHES_IN_A_ROW,
                 self._advice,
             )

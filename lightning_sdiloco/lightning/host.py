@@ -6,7 +6,7 @@ fit begins, so that no promise ends without a word, and `wrap` replaces nothing 
 compares the register with the source; another misses one at each place.
 
 [Note: recognised by name] Callbacks are recognised by the names of Lightning's classes, not with `isinstance`: there
-are two distributions, each with classes of its own; one of them may not be installed, and older versions lack some.
+are two distributions, each with its own classes; one of them may not be installed, and older versions lack some.
 """
 
 import importlib
@@ -37,7 +37,7 @@ class HostName(NamedTuple):
     name: str
     first: str = OLDEST
     without: str = ""
-    """What a run is without a name that it does not need; empty for one that it does."""
+    """What a run lacks without an optional name; empty for a required one."""
 
     def __str__(self) -> str:
         return f"{self.place}.{self.name}"
@@ -50,7 +50,7 @@ class HostName(NamedTuple):
 
 _TOPS = ("lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics")
 
-# What is used, patched, overridden or set, and what rests on it.
+# Names that are used, patched, overridden or set, and what depends on them.
 _NEEDED: dict[str, tuple[str, ...]] = {
     # Where a fit begins and is saved, what its loaders are, and which hook runs.
     "trainer": ("_signal_connector", "_logger_connector", "_data_connector", "save_checkpoint"),
@@ -75,7 +75,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "trainer.validate_loop": ("run",),
     "trainer.test_loop": ("run",),
     "trainer.predict_loop": ("run",),
-    # A resumed epoch has the metrics of its first batches; one that is computed in a batch waits for nobody.
+    # A resumed epoch has the metrics of its first batches; one that is computed in a batch does not wait.
     "trainer._logger_connector": ("_callback_metrics", "_first_loop_iter", "log_metrics"),
     _RESULT: ("_Metadata", "_ResultMetric", "_Sync"),
     f"{_RESULT}._Sync": ("_should",),
@@ -110,9 +110,9 @@ REGISTER = (
             *("on_train_end", "on_save_checkpoint"),
         )
     ),
-    HostName("trainer", "_results", without="sdiloco simulate tells no validation"),
-    HostName("trainer", "_val_check_time_interval", "2.6.0", "validation that goes by the clock is not refused"),
-    HostName("trainer.fit_loop", "is_resuming", "2.5.3", "the epoch after a resume may not be that of an unbroken fit"),
+    HostName("trainer", "_results", without="sdiloco simulate shows no validation"),
+    HostName("trainer", "_val_check_time_interval", "2.6.0", "validation by the clock is not refused"),
+    HostName("trainer.fit_loop", "is_resuming", "2.5.3", "the epoch after a resume may not be exact"),
     HostName("trainer.fit_loop.epoch_loop", "_broadcast_sigterm_tensor", "2.5.2", "worker groups may wait in batches"),
     HostName("ProgressBar", "get_metrics", without="the progress bar shows no outer step"),
     HostName("DDPStrategy", "_register_ddp_hooks", without="sdiloco simulate does not run"),
@@ -137,17 +137,17 @@ def _require(missing: list[HostName], version: str = "", warns: bool = False) ->
     needed = [str(entry) for entry in missing if not entry.without]
     lacks = needed or [f"{entry}, without which {entry.without}" for entry in missing]
     told = (
-        f"This version of Lightning{version} lacks what worker groups rest on: {'; '.join(lacks)}. lightning-sdiloco"
-        f" was tried with Lightning {OLDEST} to {NEWEST}."
+        f"This version of Lightning{version} lacks what worker groups need: {'; '.join(lacks)}. lightning-sdiloco was"
+        f" tested with Lightning {OLDEST} to {NEWEST}."
     )
     if needed:
         raise ValueError(f"{told} Install one of these, or a newer version of lightning-sdiloco.")
     if missing and warns:
-        _log.warning("%s Training goes on without.", told)
+        _log.warning("%s Training continues without.", told)
 
 
 def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Lets a function stand in the place of one of Lightning's, which it gets as its first argument."""
+    """Replaces a function of Lightning's with one that gets it as its first argument."""
     entry = next((entry for entry in REGISTER if entry.name == name), None)
     assert entry is not None, f"{name} is not in the register of {__name__}"
     if not hasattr(target, name):
@@ -162,7 +162,7 @@ def wrap(undo: ExitStack, target: Any, name: str, around: Callable[..., Any]) ->
 
 
 class _Replacement(partial[Any]):
-    """A function in the place of a method, of which copies and pickles of the object have the method itself."""
+    """A function that replaces a method; copies and pickles of the object have the method itself."""
 
     replaced: tuple[Any, str]
 
@@ -230,7 +230,7 @@ def class_names(kind: type) -> set[str]:
     return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
 
 
-# What is refused: trainers that would leave worker groups with different models, or waiting for each other in vain
+# What is refused: trainers that would leave worker groups with different models, or waiting for each other forever
 
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning's ModelParallelStrategy
@@ -239,25 +239,24 @@ _PRECISIONS = ("32-true", "bf16-mixed", "bf16-true", "16-true")  # of Lightning'
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 # Why a callback cannot work, by its class.
 _WITH_GROUPS = {
-    "ModelPruning": "chooses what to prune from the local weights of each worker group, so that every group would prune"
-    " something else. Prune the outer model after training, with torch.nn.utils.prune.",
-    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so that every worker group would"
-    " wait for the slowest at every step. Leave it out; a group whose values are not finite is left out of the mean"
-    " anyway.",
+    "ModelPruning": "prunes by the local weights of each worker group, so every group would prune something else. Prune"
+    " the outer model after training, with torch.nn.utils.prune.",
+    "SpikeDetection": "asks all ranks after every batch whether there was a spike, so every worker group would wait for"
+    " the slowest at every step. Leave it out; a group whose values are not finite is left out of the mean anyway.",
 }
 _WITH_SHARDS = {
     **dict.fromkeys(
         _AVERAGING,
-        "copies the whole model, of which every rank has only a part. Leave it out: the outer model, which validation"
-        " and checkpoints show, is an average already.",
+        "copies the whole model, but every rank has only a part. Leave it out: the outer model, which validation and"
+        " checkpoints use, is an average already.",
     ),
-    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze what is to stay"
-    " in configure_model, and train in several fits.",
+    "BaseFinetuning": "unfreezes layers between epochs, which sharded parameters do not follow. Freeze in"
+    " configure_model what stays frozen, and train in several fits.",
 }
 _ON_A_ROUTE = dict.fromkeys(
     _AVERAGING,
-    "averages outer parameters over time, and on this route each worker group holds some of its own, so that every"
-    " group would end with another average. Leave out the callback, or route.",
+    "averages outer parameters over time, but on this route each worker group holds its own, so every group would end"
+    " with another average. Leave out the callback, or route.",
 )
 
 
@@ -272,16 +271,14 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
     # Lightning before 2.6 has no such validation.
     if (seconds := getattr(trainer, "_val_check_time_interval", None)) is not None:
         raise ValueError(
-            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock and validate after"
-            " another batch, where it waits for the others. Give it as a number of batches, or as a share of the"
-            " epoch."
+            f"val_check_interval is a time, {seconds:g} s: each rank would go by its own clock, validate after another"
+            " batch and wait there for the others. Give it as a number of batches, or as a share of the epoch."
         )
     averaging = [callback for callback in trainer.callbacks if class_names(type(callback)).intersection(_AVERAGING)]
     if len(averaging) > 1:
         raise ValueError(
-            "There are several callbacks that average weights:"
-            f" {', '.join(type(callback).__name__ for callback in averaging)}. A checkpoint has room for one average,"
-            " and the module for one at the end. Keep one of them."
+            f"Several callbacks average weights: {', '.join(type(callback).__name__ for callback in averaging)}. A"
+            " checkpoint has room for one average, and the module for one at the end. Keep one of them."
         )
     reasons = {**_WITH_GROUPS, **({} if shares else _ON_A_ROUTE), **(_WITH_SHARDS if is_sharded else {})}
     for callback in trainer.callbacks:
@@ -292,9 +289,9 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
         contains_batch_norm = getattr(callback, "pl_module_contains_batch_norm", lambda module: False)
         if contains_batch_norm(trainer.lightning_module):
             raise ValueError(
-                f"{type(callback).__name__} is used with a model that has BatchNorm: it adds an epoch that recomputes"
-                " the statistics, in every worker group from its own data and without an exchange, so that every group"
-                " would end with another model. Use WeightAveraging or EMAWeightAveraging, which average the"
+                f"{type(callback).__name__} does not work with a model that has BatchNorm: it adds an epoch that"
+                " recomputes the statistics, in every worker group from its own data and without an exchange, so every"
+                " group would end with another model. Use WeightAveraging or EMAWeightAveraging, which average the"
                 " statistics too."
             )
 
@@ -308,7 +305,7 @@ def refuse_in_notebook(host: Any) -> None:
         name = "_".join((host.strategy_name, "notebook"))
         raise ValueError(
             f"strategy={host.strategy_name!r} cannot start its processes from a notebook or an interactive interpreter,"
-            " which has no script that they could run. "
+            " which has no script to run. "
             + (
                 f"Write strategy={name!r}, or give the strategy start_method='fork'."
                 if name in variants(host.strategy_name)
@@ -322,7 +319,7 @@ def advise_on_unused(exception: BaseException, name: str) -> None:
     advice = (
         "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
         " training_step. If this is intentional, DistributedDataParallel must look for them in every step: write"
-        f" strategy='{name}_find_unused_parameters_true', or give the strategy"
-        " ddp_kwargs={'find_unused_parameters': True}."
+        f" strategy='{name}_find_unused_parameters_true', or give the strategy ddp_kwargs={{'find_unused_parameters':"
+        " True}}."
     )
     exception.args = tuple(advice if _UNUSED in str(part) else part for part in exception.args)

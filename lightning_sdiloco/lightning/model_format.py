@@ -1,10 +1,10 @@
 """How the ranks of a worker group hold the model: each the whole of it, or each a part.
 
-All that depends on this stands here: the arguments of Lightning's strategy, the shape of a group, the wrapped model,
+All that depends on this is here: the arguments of Lightning's strategy, the shape of a group, the wrapped model,
 and how model and inner optimizers go into checkpoints and come back.
 
 [Note: sharded folders] Only the first worker group writes: all groups hold the same outer model, and its inner
-optimizers are those of rank 0. The folder is written beside its final place, and moved there when it is complete.
+optimizers come from rank 0. The folder is written beside its final place, and moved there when it is complete.
 """
 
 import inspect
@@ -44,7 +44,7 @@ Load = Callable[..., Checkpoint]
 # What the strategy passes to DistributedDataParallel, and arguments of DDPStrategy that do not go to it.
 _NOT_FOR_DDP = frozenset(
     ("module", "device_ids", "process_group", "device_mesh", "process_group_backend", "timeout", "start_method")
-    # It would average parameters over all ranks every so many steps.
+    # It would average parameters over all ranks every few steps.
     + ("model_averaging_period",)
 )
 
@@ -87,14 +87,14 @@ class WholeModel:
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns those of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
 
         Args:
             start_method: How processes are started on one node: ``"popen"``, ``"spawn"``, ``"fork"`` or
                 ``"forkserver"``.
             ddp_kwargs: Arguments for DistributedDataParallel inside a worker group.
             process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
+                ``"gloo"``. None: the device's default.
             accelerator: As for every Lightning strategy.
             parallel_devices: As for every Lightning strategy.
             cluster_environment: As for every Lightning strategy.
@@ -104,8 +104,8 @@ class WholeModel:
         arguments = dict(locals())
         if start_method not in ("popen", "spawn", "fork", "forkserver"):
             raise ValueError(
-                f"start_method={start_method!r} is unknown: it must be 'popen', which runs the script again and is the"
-                " default, 'spawn', 'fork' or 'forkserver'. Choose one of them."
+                f"start_method={start_method!r} is unknown: it must be 'popen', the default, which runs the script"
+                " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
         del arguments["ddp_kwargs"]
@@ -142,9 +142,9 @@ class WholeModel:
         resumes = topology.group_size > 2 and host.fit.checkpointer.resumed is not None
         if resumes and wrapped.static_graph and topology.world.rank == 0:
             _log.warning(
-                "With static_graph=True DistributedDataParallel adds the gradients of the first step in another"
-                " order than those of later steps. In a worker group of %d ranks the resumed run may round"
-                " differently from one that was not interrupted; without static_graph it gives the same bits.",
+                "With static_graph=True DistributedDataParallel adds up the gradients of the first step in another"
+                " order than later ones. In a worker group of %d ranks the resumed run may round differently from an"
+                " uninterrupted one; without static_graph it gives the same bits.",
                 topology.group_size,
             )
         return wrapped
@@ -173,9 +173,9 @@ def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:
     for name in ddp_kwargs or {}:
         if name in _NOT_FOR_DDP:
             raise ValueError(
-                f"ddp_kwargs contains {name!r}, which the strategy itself sets: DistributedDataParallel runs among"
-                " the ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with"
-                " the strategy's own arguments."
+                f"ddp_kwargs contains {name!r}, which the strategy sets itself: DistributedDataParallel runs among the"
+                " ranks of a worker group. Take it out; choose the groups with worker_groups, and the rest with the"
+                " strategy's own arguments."
             )
         if name not in known:
             near = get_close_matches(str(name), known)
@@ -209,17 +209,17 @@ class ShardedModel(WholeModel):
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
     ) -> dict[str, Any]:
-        """Checks the arguments that only this format has, and returns those of Lightning's strategy.
+        """Checks the arguments that only this format has, and returns the arguments of Lightning's strategy.
 
         Args:
             data_parallel_size: Size of the mesh's dimension ``"data_parallel"``. ``"auto"``: the nodes of a group, or
                 what ``tensor_parallel_size`` leaves.
             tensor_parallel_size: Size of its dimension ``"tensor_parallel"``. ``"auto"``: the devices of a group on one
                 node, or what ``data_parallel_size`` leaves.
-            save_distributed_checkpoint: Whether a checkpoint is a folder to which the ranks of a group write their
+            save_distributed_checkpoint: Whether a checkpoint is a folder in which the ranks of a group write their
                 parts, or a single file.
             process_group_backend: Backend of the process groups that Lightning and a worker group use, such as
-                ``"gloo"``. None: what suits the device.
+                ``"gloo"``. None: the device's default.
         """
         arguments = dict(locals())
         for name in ("data_parallel_size", "tensor_parallel_size"):
@@ -248,8 +248,7 @@ class ShardedModel(WholeModel):
         if data * tensor != size:
             raise ValueError(
                 f"data_parallel_size={self._data!r} and tensor_parallel_size={self._tensor!r} do not fill a worker"
-                f" group, which has {size} ranks: their product must be that number. Change one of them, or"
-                " worker_groups."
+                f" group of {size} ranks: their product must be that number. Change one of them, or worker_groups."
             )
         self.mesh = {"data_parallel": data, "tensor_parallel": tensor}
         return layout
@@ -289,9 +288,7 @@ class ShardedModel(WholeModel):
             whole = checkpoint.pop("state_dict")
             if strict and state.keys() != whole.keys():
                 missing, unexpected = sorted(state.keys() - whole.keys()), sorted(whole.keys() - state.keys())
-                raise RuntimeError(
-                    f"The checkpoint is not of this model. Missing: {missing}. Unexpected: {unexpected}."
-                )
+                raise RuntimeError(f"The checkpoint is of another model. Missing: {missing}. Unexpected: {unexpected}.")
             with torch.no_grad():
                 for name in state.keys() & whole.keys():
                     if isinstance(state[name], Tensor):
@@ -300,7 +297,7 @@ class ShardedModel(WholeModel):
 
 
 def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, int]) -> None:
-    """Refuses a model of which a parameter is not sharded over the data-parallel ranks of a group."""
+    """Refuses a model with a parameter that is not sharded over the data-parallel ranks of a group."""
     reshard(module)
     data, tensor = mesh.values()
     rank = topology.group_index * topology.group_size + topology.group_rank
@@ -308,10 +305,10 @@ def require_sharded(module: nn.Module, topology: Topology, mesh: Mapping[str, in
     alone = [name for name, p in module.named_parameters() if p.requires_grad and set(ranks_of(p)) <= row]
     if data > 1 and alone:
         raise ValueError(
-            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's"
-            f" data_parallel dimension, which has {data} ranks: their gradients would not be averaged, and the"
-            " ranks of a group would train different models. Call fully_shard on the module that holds them in"
-            " configure_model, with mesh=self.device_mesh['data_parallel']."
+            f"{len(alone)} trainable parameters, such as {alone[0]!r}, are not sharded over the mesh's data_parallel"
+            f" dimension of {data} ranks: their gradients would not be averaged, and the ranks of a group would train"
+            " different models. In configure_model call fully_shard on the module that holds them, with"
+            " mesh=self.device_mesh['data_parallel']."
         )
 
 
@@ -337,7 +334,7 @@ def write_folder(checkpoint: Mapping[str, Any], path: Path, group: Communicator)
         save_folder(tensors, checkpoint_id=part, process_group=group.process_group)
         if group.rank == 0:
             torch.save(metadata, part / _METADATA)
-            # What was there stays beside it until the new one is in its place.
+            # The old one stays beside it until the new one is in place.
             _remove(before)
             if path.exists():
                 os.replace(path, before)
@@ -360,12 +357,12 @@ def _remove(path: Path) -> None:
 
 # One rank has no gradients to average, and no need of buckets: 5 bytes a parameter.
 
-# With these DistributedDataParallel does more than to average gradients, of which a single rank has none to average.
+# With these DistributedDataParallel does more than average gradients, which one rank does not need.
 _MORE = frozenset({"mixed_precision", "delay_all_reduce_named_params", "param_to_hook_all_reduce"})
 
 
 class SingleRankDDP(DistributedDataParallel):
-    """Is what Lightning and users expect of a wrapped model, and hands every call on to the module."""
+    """Has what Lightning and users expect of a wrapped model, and forwards every call to the module."""
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         trained = next(parameter for parameter in module.parameters() if parameter.requires_grad)
@@ -393,7 +390,7 @@ class SingleRankDDP(DistributedDataParallel):
 
 
 class _NoReducer:
-    """Stands in the place of what averages gradients, for those who tell it about a backward pass of their own."""
+    """Replaces what averages gradients, for code that announces its own backward pass to it."""
 
     def prepare_for_forward(self) -> None: ...
 
@@ -403,7 +400,7 @@ class _NoReducer:
         return False
 
 
-# Three ranks and more add gradients in the order of their buckets, which torch lays out anew after the first step.
+# Three ranks and more add gradients in the order of their buckets, which torch lays out again after the first step.
 
 
 def fix_bucket_order(model: DistributedDataParallel) -> None:
@@ -438,7 +435,7 @@ _LEAST_BYTES = 1 << 26
 
 
 def release_gradients(trainer: Any, optimizers: Iterable[Any], batch_idx: int, nbytes: int) -> None:
-    """Lets the gradients of the batch before go, if they are large and no hook of the user's may look at them."""
+    """Frees the gradients of the batch before, if they are large and no user's hook may look at them."""
     module, begins = trainer.lightning_module, batch_idx % trainer.accumulate_grad_batches == 0
     if nbytes < _LEAST_BYTES or not begins or not module.automatic_optimization:
         return

@@ -1,9 +1,9 @@
-"""Tells what a run does: lines at its start, logged scalars, the progress bar, and a record of every rank.
+"""Shows what a run does: lines at its start, logged scalars, the progress bar, and a record of every rank.
 
 Nothing here changes training, waits for another rank, or sends anything between groups. What the callback wrote is read
-as a `Run`, of which a trace for Chrome or Perfetto is made.
+as a `Run`, the source of a trace for Chrome or Perfetto.
 
-[Note: clocks] Every rank writes times by its own clock, and those of hosts differ. But a flight ends on no rank before
+[Note: clocks] Every rank writes times by its own clock, and hosts' clocks differ. But a flight ends on no rank before
 all groups that count in it have launched it. So each flight bounds from both sides how far a clock can be ahead of that
 of rank 0. A clock that can be right is left as it is; another one is set to the middle of what the bounds allow.
 """
@@ -69,7 +69,7 @@ SUMMED = tuple(
 
 
 def scalars_of(landing: Landing) -> dict[str, float]:
-    """Returns what is logged of a landing. What cannot be told is left out."""
+    """Returns what is logged of a landing. What is unknown is left out."""
     numbers: dict[str, float] = {
         "landings": 1,
         "fragment": landing.fragment,
@@ -175,18 +175,18 @@ class Deferred:
 
 
 class StreamingDiLoCoMonitorMixin:
-    """Keeps what a run did, for `sdiloco report` and for a trace viewer.
+    """Records what a run did, for `sdiloco report` and for a trace viewer.
 
-    Every rank writes a record of its own, a file of JSON lines: inner steps, launches, flights, landings, waits and
-    losses. None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the
-    report becomes an artifact of the run when the fit ends.
+    Every rank writes its own record, a file of JSON lines: inner steps, launches, flights, landings, waits and losses.
+    None of it travels between groups, and training never waits for it. With a logger of MLflow or W&B the report
+    becomes an artifact of the run when the fit ends.
 
     Args:
-        folder: Where the records go. By default ``sdiloco`` in the folder of the trainer's first logger, that of the
-            run where it has one, or in its ``default_root_dir``.
+        folder: Where the records go. By default ``sdiloco`` in the run's folder of the trainer's first logger, or in
+            its ``default_root_dir``.
         timeline: A file for a trace of all ranks on one time axis, in the JSON format of Chrome and Perfetto. Rank 0
-            writes it at the end of the fit, from the records that it finds in the folder.
-        diagnostics: Whether every landing measures how far the groups agree. That costs some passes over the fragment,
+            writes it at the end of the fit, from the records it finds in the folder.
+        diagnostics: Whether every landing measures how far the groups agree. This costs some passes over the fragment,
             in the background.
 
     Raises:
@@ -210,7 +210,7 @@ class StreamingDiLoCoMonitorMixin:
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if not hasattr(trainer.strategy, "outer_state_dict"):
             raise ValueError(
-                "StreamingDiLoCoMonitor watches Streaming DiLoCo, and the strategy is"
+                "StreamingDiLoCoMonitor watches Streaming DiLoCo, but the strategy is"
                 f" {type(trainer.strategy).__name__}. Take the monitor out, or choose strategy='streaming_diloco'."
             )
 
@@ -268,8 +268,8 @@ class StreamingDiLoCoMonitorMixin:
             run = read_run(self._folder)
             if len(run.ranks) < trainer.world_size:
                 _log.warning(
-                    "%s has the records of %d of %d ranks: the others wrote to disks of their own. Copy theirs there,"
-                    " and `sdiloco report` makes the timeline of all.",
+                    "%s has the records of %d of %d ranks: the others wrote to their own disks. Copy theirs there, and"
+                    " `sdiloco report` shows the timeline of all.",
                     self._folder,
                     len(run.ranks),
                     trainer.world_size,
@@ -293,7 +293,7 @@ class StreamingDiLoCoMonitorMixin:
                 logger.experiment.log_artifact(page, name=f"sdiloco-report-{logger.version}", type="report")
         except Exception as error:
             _log.warning(
-                "The report is no artifact of the run of %s: %s `sdiloco report %s` makes it.",
+                "The report is not an artifact of the run of %s: %s `sdiloco report %s` makes it.",
                 type(logger).__name__,
                 error,
                 self._folder,
@@ -305,7 +305,7 @@ class StreamingDiLoCoMonitorMixin:
     # What is recorded
 
     def note(self, landings: Iterable[Landing], final: bool = False) -> None:
-        """Records landings, which a fit hands over; ``final`` are those of the exchange at its end."""
+        """Records landings, which a fit hands over; ``final``: they belong to the exchange at its end."""
         for landing in landings if self._file is not None else ():
             rates = {"link_gbit_s": landing.link_gbit_s, "on_link_s": landing.on_link_s}
             told = landing._asdict() | {name: None if math.isnan(rate) else rate for name, rate in rates.items()}
@@ -363,7 +363,7 @@ class StreamingDiLoCoMonitorMixin:
             return round(self._ahead + moments, 6) if isinstance(moments, float) else list(map(on_clock, moments))
 
         told |= {name: on_clock(told[name]) for name in ("time", "done", "span", "spans") if name in told}
-        # What was here before the start may end within a line.
+        # An older file may end within a line.
         begins = "\n" if kind == "start" and self._file.tell() else ""
         try:
             self._file.write(f"{begins}{json.dumps({'kind': kind, **told})}\n")
@@ -371,8 +371,8 @@ class StreamingDiLoCoMonitorMixin:
             path = self._file.name
             self._close()
             _log.warning(
-                "%s cannot be written: %s. Training goes on, and no more of it is recorded by this rank, until it is"
-                " started again. Make room on the disk.",
+                "%s cannot be written: %s. Training continues, but this rank records nothing more until it is"
+                " restarted. Make room on the disk.",
                 path,
                 error,
             )
@@ -401,7 +401,7 @@ def monitors_of(trainer: Any) -> list[StreamingDiLoCoMonitorMixin]:
 Line = dict[str, Any]
 Event = dict[str, Any]
 
-_TRAINING = 0  # the row of the trace; those of fragments follow
+_TRAINING = 0  # the row of the trace; the fragments' rows follow
 _IN_BACKGROUND = ("encode", "transfer", "decode", "relay", "outer_step")
 
 
@@ -483,16 +483,15 @@ class Run(NamedTuple):
 
 
 def records_in(folder: str | Path) -> Path:
-    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or that of its newest ``version_N``."""
+    """Returns where the records are: in a folder, its subfolder ``sdiloco``, or its newest ``version_N``'s."""
     versions = [path for at in ("version_*", "lightning_logs/version_*") for path in Path(folder).glob(f"{at}/sdiloco")]
     by_number = sorted(versions, key=lambda path: int(re.sub(r"\D", "", path.parent.name) or -1), reverse=True)
     for place in (Path(folder), Path(folder) / "sdiloco", *by_number):
         if any(place.glob("rank_*.jsonl")):
             return place
     raise ValueError(
-        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder in which a StreamingDiLoCoMonitor"
-        " wrote them: add one to the trainer's callbacks; by default it writes into sdiloco in the folder of the"
-        " logger."
+        f"{folder} holds no records (rank_00000.jsonl and so on). Give the folder that a StreamingDiLoCoMonitor wrote:"
+        " add one to the trainer's callbacks; by default it writes into sdiloco in the logger's folder."
     )
 
 
@@ -517,7 +516,7 @@ def _parts(path: Path) -> list[list[Line]]:
 
 
 def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
-    """Returns by how many seconds the clock of a rank is ahead of that of another; see [Note: clocks]."""
+    """Returns by how many seconds a rank's clock is ahead of another's; see [Note: clocks]."""
     least, most = float("-inf"), float("inf")
     flight = itemgetter("fragment", "launched_at", "final")
     flights = {flight(line): line for line in reference if line["kind"] == "landing"}
@@ -531,7 +530,7 @@ def _ahead(part: Sequence[Line], reference: Sequence[Line]) -> float:
 
 
 def _read(parts: Sequence[list[Line]], reference: Sequence[list[Line]]) -> Rank:
-    """Reads the record of a rank, with its clock set by that of another one at each start of the run."""
+    """Reads the record of a rank, with its clock set by another's at each start of the run."""
     rank = Rank(parts[0][0]["rank"], parts[0][0])
     for number, part in enumerate(parts):
         is_first = parts is reference or number >= len(reference)
@@ -616,7 +615,7 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
     counts: set[str] = set()
     for landing in rank.landings:
         before[landing.fragment] = set(landing.sites)
-        # A round of one fragment may be missed by accident; who is in none of the last rounds is away.
+        # A round of one fragment may be missed by accident; a site in none of the last rounds is away.
         now = set().union(*before.values())
         for site in sorted(now ^ counts):
             yield landing.spans["land"][1], f"{site} counts" if site in now else f"{site} counts no longer"
@@ -624,17 +623,17 @@ def changes(rank: Rank) -> Iterator[tuple[float, str]]:
 
 
 ENOUGH_ROUNDS = 10
-"""With fewer rounds in a fit there is a warning."""
+"""A fit with fewer rounds gets a warning."""
 
-# The first inner steps are slow for reasons of their own.
+# The first inner steps are slow for other reasons.
 _FIRST, _LAST = 3, 10
 
-# A signal that waits for longer is told of, with so many seconds more for saving.
+# A signal that waits for longer gets a warning, with this many seconds more for saving.
 _LONG_SECONDS, _SAVING_SECONDS = 60.0, 60
 
 
 class Announcement:
-    """Says at the start what trains, and after ten inner steps how fast."""
+    """Announces at the start what trains, and after ten inner steps how fast."""
 
     def __init__(self, engine: StreamingDiLoCo, environment: Any = None) -> None:
         self._engine, self._environment = engine, environment
@@ -680,8 +679,8 @@ class Announcement:
             # Where fragments follow each other faster than they land, what counts is all of them in a round.
             rate = max(max(self._bytes) / window, sum(self._bytes) / (settings.sync_every * seconds))
             of_link = (
-                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, for which it"
-                f" has to carry {readable_rate(8 * rate / 1e9)} from each rank"
+                f"; overlap_steps={settings.overlap_steps} gives the link {short(window)} s a fragment, so it has to"
+                f" carry {readable_rate(8 * rate / 1e9)} from each rank"
             )
         rank_zero_info(f"Streaming DiLoCo: an inner step takes {short(seconds)} s{of_link}.")
         steps = self._engine.rounds.longest_wait(self._engine.inner_steps)
@@ -694,9 +693,9 @@ class Announcement:
             name = requeue.name.removeprefix("SIG") if self._environment.auto_requeue else "TERM"
             give = f"Use sbatch --signal={name}@{early}"
         _log.warning(
-            "A termination signal ends the fit when a launch that follows it has landed: after up to %d inner steps,"
-            " which take about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
-            " sync_every make it shorter.",
+            "After a termination signal the fit goes on until a launch that follows it has landed: up to %d inner"
+            " steps, about %.0f s (%.2g s each). %s, which leaves a minute for saving. More fragments or a smaller"
+            " sync_every shorten this.",
             steps,
             steps * seconds,
             seconds,
@@ -708,7 +707,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
     """Warns if fewer than `ENOUGH_ROUNDS` rounds fit into a run, and says which ``sync_every`` would do."""
     if (rounds := schedule.rounds_in(steps)) >= ENOUGH_ROUNDS:
         return
-    advice = f"For {ENOUGH_ROUNDS} rounds it needs more inner steps"
+    advice = f"For {ENOUGH_ROUNDS} rounds train for more inner steps"
     for sync_every in range(min(schedule.sync_every - 1, steps // ENOUGH_ROUNDS), 0, -1):
         # What waits for a large part of a round comes too late to be of use.
         overlap_steps = min(schedule.overlap_steps, sync_every // 4)
@@ -718,7 +717,7 @@ def warn_of_few_rounds(schedule: Schedule, steps: int) -> None:
             break
     _log.warning(
         "With sync_every=%d only %d %s into the %d inner steps of this fit: the worker groups learn little from each"
-        " other, and the loss ends some percent above that of DDP. %s.",
+        " other, and the loss ends some percent above DDP's. %s.",
         schedule.sync_every,
         rounds,
         "round fits" if rounds == 1 else "rounds fit",

@@ -33,7 +33,7 @@ from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
 
-# The first inner steps are slow for reasons of their own. The median of a few more is enough.
+# The first inner steps are slow for other reasons. The median of a few more is enough.
 FIRST, STEPS = 3, 8
 
 # Stand in until the choice is made: no launch is due before that.
@@ -61,8 +61,8 @@ class Measured(NamedTuple):
     @override
     def __str__(self) -> str:
         return (
-            f"an inner step takes {self.step_time:.3g} s, the link carries {readable_rate(self.link.gbit_s)} with a"
-            f" round trip of {1000 * self.link.round_trip:.3g} ms, as measured"
+            f"the measured inner step takes {self.step_time:.3g} s and the link carries"
+            f" {readable_rate(self.link.gbit_s)} with a round trip of {1000 * self.link.round_trip:.3g} ms"
         )
 
 
@@ -108,16 +108,16 @@ class Options:
             (
                 first and settings.sync_every <= STEPS,
                 f"sync_every={settings.sync_every} leaves no time for {asked}: the first {STEPS} inner steps are"
-                f" measured, before the first launch. Choose {first} yourself, or a larger sync_every.",
+                f" measured before the first launch. Choose {first} yourself, or a larger sync_every.",
             ),
             (
                 first not in ("", "exchange") and settings.schedule is not None,
-                f"schedule={settings.schedule!r} does not go with {first}='auto': the planner plans launches every"
+                f"schedule={settings.schedule!r} does not work with {first}='auto': the planner plans launches every"
                 f" sync_every inner steps. Choose {first} yourself, or leave out schedule.",
             ),
             (
                 first and not settings.shares,
-                f"route={settings.route!r} does not go with {first}='auto': the planner plans rounds in which all"
+                f"route={settings.route!r} does not work with {first}='auto': the planner plans rounds in which all"
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
             ),
             (
@@ -127,40 +127,40 @@ class Options:
             ),
             (
                 self.evaluate not in ("outer", "mean", "local"),
-                f"evaluate={self.evaluate!r} is not known: validation inside a fit sees the 'outer' model, which is the"
-                " default, the 'mean' of the worker groups, or the 'local' model of each. Choose one of them.",
+                f"evaluate={self.evaluate!r} is unknown: validation inside a fit sees the 'outer' model (the default),"
+                " the 'mean' of the worker groups, or each group's 'local' model. Choose one of them.",
             ),
             (
                 self.resume not in ("exact", "restart", "exact:newest", "restart:newest"),
                 f"resume={self.resume!r} is unknown: it must be 'exact', which refuses a checkpoint of other settings,"
-                " or 'restart', which starts the rounds anew from its outer parameters; with ':newest' behind it the"
-                " newest checkpoint alone keeps the folder from which a fit resumes. Choose one of them.",
+                " or 'restart', which restarts rounds from its outer parameters; with the suffix ':newest' only the"
+                " newest checkpoint keeps the folder that a fit resumes from. Choose one of them.",
             ),
             (
                 self.federation is not None and not isinstance(self.federation, Federation),
-                f"federation={self.federation!r} is no Federation. Give one: lightning_sdiloco.Federation(hub=...,"
+                f"federation={self.federation!r} is not a Federation. Give one: lightning_sdiloco.Federation(hub=...,"
                 " run=..., site=..., keys=...), or leave it out.",
             ),
             (
                 self.federation is not None and self.worker_groups not in (1, "auto"),
-                f"worker_groups={self.worker_groups} does not go with a federation: the ranks of a site are one worker"
-                " group. Leave it out, and start the others as sites of their own.",
+                f"worker_groups={self.worker_groups} does not work with a federation: the ranks of a site are one"
+                " worker group. Leave it out, and start the others as their own sites.",
             ),
             (
                 self.federation is not None and first,
-                f"{first}='auto' does not go with a federation: its sites are launched on their own, and all bring the"
-                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or that of the"
-                " site that founded the run (sdiloco doctor --hub shows it).",
+                f"{first}='auto' does not work with a federation: its sites are launched separately, and all need the"
+                " same settings. Give a number or name (sdiloco plan --hub-bandwidth recommends some), or what the run"
+                " was founded with (sdiloco doctor --hub shows it).",
             ),
             (
                 self.federation is not None and self.restarts,
-                f"resume={self.resume!r} does not go with a federation: a site takes up its own checkpoint, or a state:"
-                " leave it out.",
+                f"resume={self.resume!r} does not work with a federation: a site resumes from its own checkpoint, or"
+                " fetches a state. Leave it out.",
             ),
             (
                 self.federation is not None and self.evaluate == "mean",
-                f"evaluate={self.evaluate!r} does not go with a federation: validation does not wait for other sites:"
-                " choose 'outer' or 'local'.",
+                f"evaluate={self.evaluate!r} does not work with a federation: validation does not wait for other sites."
+                " Choose 'outer' or 'local'.",
             ),
         ):
             if holds:
@@ -173,7 +173,7 @@ class Options:
 
     @property
     def restarts(self) -> bool:
-        """Whether a fit that is resumed starts the rounds anew, whatever the settings of its checkpoint."""
+        """Whether a resumed fit restarts the rounds, whatever the settings of its checkpoint."""
         return self.resume.startswith("restart")
 
     def described(self) -> dict[str, str]:
@@ -182,7 +182,7 @@ class Options:
         return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
 
     def choose_for_length(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
-        """Chooses warm-up and outer step for a fit of so many inner steps, as far as no checkpoint has them.
+        """Chooses warm-up and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
 
         All ranks must call it. No warm-up begins in the midst of a run, and neither of the two depends on the length
         of a fit in a federation, whose sites are not asked.
@@ -195,7 +195,7 @@ class Options:
         self._choose_outer_step(topology.num_groups)
 
     def _choose_outer_step(self, num_groups: int) -> None:
-        """Chooses what of the outer step is left open where the number of rounds is known."""
+        """Chooses the open settings of the outer step, if the number of rounds is known."""
         if self.steps < math.inf and "sync_every" not in self.auto:
             rounds = (self.steps - self.settings.warmup_steps) // self.settings.sync_every
             self.settings = self.settings.chosen_for(num_groups, rounds)
@@ -207,8 +207,8 @@ class Options:
             groups = Groups(1.0, topology.num_groups, topology.group_size)
             sent = Streaming(Model.of_parameters(trainable(model)), self.settings, groups).bytes_in(chosen)
             _log.warning(
-                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups take the"
-                " mean of their gradients: each sends %s. Give warmup_steps=0 for none.",
+                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups average"
+                " their gradients: each sends %s. Give warmup_steps=0 for none.",
                 *(chosen, 100 * chosen / self.steps, self.steps, topology.num_groups, readable(sent)),
             )
 
@@ -233,8 +233,8 @@ class Options:
                 )
             except (ValueError, SyntaxError):
                 raise ValueError(
-                    f"{name}='auto' was given, and the run has {name}={saved[name]}, which cannot be made of its text."
-                    f" Give the same {name} as then."
+                    f"{name}='auto' was given, but the checkpoint has {name}={saved[name]}, which cannot be read from"
+                    f" its text. Give the same {name} as then."
                 ) from None
         self.auto, self.settings = (), replace(self.settings, **chosen)
 
@@ -266,7 +266,7 @@ class Options:
             backend: Any = kind_and_backend(settings.exchange)[1]
             settings = replace(settings, exchange=TwoShot(backend=backend).over(links))
             if topology.rank == 0:
-                _log.warning("Chosen: exchange=%r, for these links in Gbit/s were measured.", settings.exchange)
+                _log.warning("Chosen: exchange=%r, from these measured links in Gbit/s.", settings.exchange)
         if names and topology.num_groups > 1:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
@@ -312,7 +312,7 @@ def measure_link(topology: Topology, timeout: float, to: int | None = None) -> L
     exchange = topology.exchange
 
     def seconds(nbytes: int) -> float:
-        """How long messages of so many bytes take: to all groups, or to one of them, with a byte to the others."""
+        """How long messages of that size take: to all groups, or to one of them, with a byte to the others."""
         sizes = [nbytes if to in (None, group) else 1 for group in range(exchange.num_groups)]
         messages = {size: torch.zeros(size, dtype=torch.uint8, device=exchange.device) for size in set(sizes)}
         started = time.monotonic()
@@ -349,6 +349,6 @@ def tell(settings: Settings, fragments: int, measured: Measured | None) -> dict[
         settings.fragments,
         fragments,
         settings.compression,
-        measured or "there is one worker group, to which they are all the same",
+        measured or "there is one worker group, for which all settings cost the same",
     )
     return numbers

@@ -42,16 +42,15 @@ class Results:
     engine: StreamingDiLoCo | None = None
     fragments: tuple[Fragment, ...] = ()
     other: Summary | None = None
-    """Of a fit that ran in other processes."""
+    """Results of a fit that ran in other processes."""
 
     @property
     def source(self) -> StreamingDiLoCo | Summary:
         source = self.engine or self.other
         if source is None:
             raise RuntimeError(
-                "There is nothing to read before training: the fragments and the schedule are known from on_fit_start"
-                " on, the outer parameters and the report from on_train_batch_start on, and all after a fit in which"
-                " anything was trained."
+                "There is nothing to read yet: fragments and schedule are known from on_fit_start on, outer parameters"
+                " and the report from on_train_batch_start on, and everything after a fit that trained."
             )
         return source
 
@@ -60,7 +59,7 @@ class Results:
 _SUMMARY = "summary.pt"
 _BYTES = ".bytes"
 
-# The exit code by which a shell tells that a process was terminated.
+# The exit code by which a shell reports that a process was terminated.
 _TERMINATED = 128 + signal.SIGTERM
 
 # How long processes may take to end by themselves after Ctrl-C.
@@ -81,7 +80,7 @@ class LauncherMixin(_Base):
     _strategy: Any
     # A string: where processes do not inherit it, it is pickled with the launcher.
     _folder: str
-    # What a forked process listens to, in place of the handler that it inherits.
+    # The signal handler of a forked process, instead of the inherited one.
     _inherited: Any = None
 
     @override

@@ -1,6 +1,6 @@
 """The strategy without its base class: the one place that overrides methods of Lightning's strategies.
 
-Every distribution of Lightning has base classes of its own. A subclass of this class and of one of them adds its name
+Every distribution of Lightning has its own base classes. A subclass of this class and of one of them adds its name
 and no more; see ``lightning_pytorch.py``.
 
 [Note: parts of a strategy] A strategy has no state but its parts. `Options` are what the user chose. `ConnectedGroups`
@@ -68,52 +68,50 @@ class GroupStrategy:
     """Trains one model on several worker groups.
 
     Args:
-        worker_groups: Number of worker groups (M in the paper), of consecutive ranks. ``"auto"``: one per node when
-            there are several nodes, otherwise one per device.
-        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and in the next,
-            ``"auto"`` leaves it to the planner, which measures the first inner steps and the link between groups.
-        overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper), below
+        worker_groups: Number of worker groups (M in the paper); consecutive ranks form a group. ``"auto"``: one per
+            node if there are several nodes, otherwise one per device.
+        sync_every: Inner steps between two launches of the same fragment (H in the paper). Here and for
+            ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner steps and the link
+            between groups.
+        overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper), below
             ``sync_every``; or ``"auto"``.
-        mixing: Share of the local parameters that is kept on landing (alpha in the paper), from 0 to 1; or a
-            ``LandingRule``, as ``Carry()``. Here, in ``outer_lr`` and in ``outer_momentum``, ``"auto"``
-            is what suits the number of groups, ``sync_every`` and the compression; a fit that is resumed takes the
-            numbers of its checkpoint.
-        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks in a
-            fragment, which is an eighth of them if it is left out, from 1 to 3; ``"balanced"``, into as many fragments
-            of equal size as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style
-            patterns matched against parameter names, one list for each fragment; or ``"auto"``, strided with as many
-            blocks as suit the link.
+        mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or a ``LandingRule``
+            such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``, ``"auto"`` chooses by the number of
+            groups, ``sync_every`` and the compression; a resumed fit takes the numbers from its checkpoint.
+        fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks per
+            fragment (without it, an eighth of them, from 1 to 3); ``"balanced"``, into as many fragments of equal size
+            as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style patterns for
+            parameter names, one list per fragment; or ``"auto"``, strided with as many blocks as suit the link.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
-            as ``"fp4"``, or an object that is a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, which
-            chooses the most exact of ``"fp32"``, ``"bf16"`` and ``"fp4"`` for which the link suffices.
+            as ``"fp4"``; a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of ``"fp32"``,
+            ``"bf16"`` and ``"fp4"`` that the link carries.
         outer_lr: Learning rate of the outer Nesterov SGD, or ``"auto"``.
         outer_momentum: Momentum of the outer Nesterov SGD, as torch defines it, or ``"auto"``.
-        evaluate: Which model validation inside a fit sees: ``"outer"``, or the mean of the groups until every fragment
-            has landed once; ``"mean"``, that mean at every validation, each of which is an exchange; or ``"local"``,
-            that of each group. Checkpoints hold the outer one; until every fragment has landed once, or right after a
-            validation that saw the mean, they hold the mean.
-        federation: The `Federation` of which these ranks, launched on their own, are a site. None: all worker groups
+        evaluate: Which model validation inside a fit sees. ``"outer"``: the outer model, or the mean of the groups
+            until every fragment has landed once. ``"mean"``: the mean of the groups, exchanged for every validation.
+            ``"local"``: each group's own. Checkpoints hold the outer model; until every fragment has landed once, and
+            right after a validation of the mean, they hold the mean.
+        federation: The `Federation` that these ranks, launched on their own, join as a site. None: all worker groups
             are launched together.
-        outer_optimizer: From the flat float32 shards, one per fragment, to a torch optimizer that works elementwise;
-            replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also has a schedule of the rate,
-            clipping, a guard against outliers, and where outer state rests.
+        outer_optimizer: A callable from the flat float32 shards, one per fragment, to a torch optimizer that works
+            elementwise; it replaces the Nesterov SGD. Or a ``lightning_sdiloco.OuterOptimizer``, which also sets a rate
+            schedule, clipping, a guard against outliers, and where outer state rests.
         exchange: How encoded outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``
-            for what suits the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
-            average parts that suit their links. With ``":nccl"`` behind it, as ``"auto:nccl"``, outer gradients go from
-            CUDA device to CUDA device; otherwise gloo carries them.
-        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` starts the rounds anew from the outer
-            parameters and outer momentum of any checkpoint. With ``":newest"`` behind it only the newest checkpoint
-            keeps the folder from which a fit resumes, not all.
-        warmup_steps: In so many inner steps, the first of the run, all groups take the mean of their gradients, as DDP
-            does. ``"auto"``: in a share of them where there are four groups or more, the length of the fit is known and
-            the link carries gradients; see docs/choosing.md.
+            to choose by the number of groups and the compression, or a ``lightning_sdiloco.TwoShot``, whose groups
+            average parts that suit their links. With the suffix ``":nccl"``, as in ``"auto:nccl"``, outer gradients go
+            from CUDA device to CUDA device; otherwise gloo carries them.
+        resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the rounds from the outer
+            parameters and outer momentum of any checkpoint. With the suffix ``":newest"``, only the newest checkpoint
+            keeps the folder that a fit resumes from.
+        warmup_steps: For the first ``warmup_steps`` steps, groups average their gradients, as DDP does. ``"auto"``: a
+            share of all steps if there are four groups or more, the length of the fit is known and the link carries
+            gradients; see docs/choosing.md.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
             outer gradients hardly change. None: every ``sync_every`` inner steps.
-        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps that it
-            trained.
-        route: With whom each group exchanges in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
-            ``Ring()``, on which groups hold outer parameters of their own; validation and checkpoints have their mean.
-            None: with all.
+        weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it trained.
+        route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
+            ``Ring()``. With these, groups hold their own outer parameters; validation and checkpoints use their mean.
+            None: all groups.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
 
     Raises:
@@ -125,7 +123,7 @@ class GroupStrategy:
     summary: ClassVar[str] = ""
     model_format: ClassVar[type[WholeModel]]
     renamed: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """How it calls some arguments; an empty text for those that it does not have."""
+    """Its names for some arguments; an empty text for missing ones."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -184,8 +182,8 @@ class GroupStrategy:
     def schedule(self) -> Schedule:
         """When fragments launch and land; prints as a table.
 
-        Known from ``on_fit_start`` on, in Fabric from the first step of an optimizer on. Where settings are ``"auto"``,
-        it is known once they are chosen, after the first inner steps.
+        Known from ``on_fit_start`` on; in Fabric, from the first step of an optimizer on. Settings that are ``"auto"``
+        are chosen after the first inner steps, and the schedule is known then.
         """
         if self.results.other is not None:
             return self.results.other.schedule
@@ -201,8 +199,8 @@ class GroupStrategy:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters: name -> whole float32 tensor on the host, the same on every rank.
 
-        The names are those of ``named_parameters()`` of the model. During training, all ranks of a worker group must
-        call it together.
+        The names come from the model's ``named_parameters()``. During training, all ranks of a worker group must call
+        it together.
         """
         return self.results.source.outer_state_dict()
 
@@ -235,7 +233,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @property
     def measured(self) -> Measured | None:
-        """What the planner chose the ``"auto"`` settings from; None if it did not, or if a checkpoint held them."""
+        """What the planner measured to choose the ``"auto"`` settings; None if it chose none here."""
         return self.results.options.measured
 
     # What launcher, checkpoints and loops read
@@ -269,7 +267,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self._begin(model._trainer)
 
     def _begin(self, trainer: Any) -> None:
-        # Before callbacks are set up, because some then copy the model. Those of the model come later.
+        # Before callbacks are set up, because some then copy the model. The model's own come later.
         refuse_what_cannot_work(trainer, self._options.settings.shares, self._format.is_sharded)
         if self._fit is not None:
             self._fit.close()
@@ -291,7 +289,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """The number of ranks over which data is divided, and which of them this one is."""
         if not self._groups.is_connected:
             return super().distributed_sampler_kwargs
-        # Every group and every data-parallel rank has data of its own; tensor-parallel ranks have the same.
+        # Every group and every data-parallel rank has its own data; tensor-parallel ranks have the same.
         topology, tensor = self.topology, self._format.mesh.get("tensor_parallel", 1)
         data = topology.group_size // tensor
         rank = topology.group_index * data + topology.group_rank // tensor
@@ -308,12 +306,12 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self.fit.checkpointer.averaging = Averaging(self.fit, self.fit.patches)
         else:
             listen_without_fit(trainer, self._patches)
-            # Where a fit was interrupted, groups hold models of their own.
+            # If a fit was interrupted, groups hold their own models.
             align = self.engine is None or self.model is None or not self.engine.is_training(self.model)
             if self._format.is_sharded:
                 super().setup(trainer)
             else:
-                # As DDPStrategy does, which would overwrite all weights with those of rank 0.
+                # As DDPStrategy does, which would overwrite all weights with rank 0's.
                 assert self.accelerator is not None
                 assert self.model is not None
                 self.accelerator.setup(trainer)
@@ -325,7 +323,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def _setup_model(self, model: nn.Module) -> Any:
-        # First, so that our own refusals come before those of DistributedDataParallel.
+        # First, so that our own refusals come before DistributedDataParallel's.
         self.fit.prepare(model)
         return self._format.wrap(self, model, self.topology, super()._setup_model)
 
@@ -339,7 +337,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             if hasattr(optimizer, "consolidate_state_dict"):
                 raise ValueError(
                     f"{type(optimizer).__name__} divides its state over all processes and sends parameters between"
-                    " them, also between worker groups, which train apart. Return the optimizer that it divides from"
+                    " them, also between worker groups, which train apart. Return the optimizer it wraps from"
                     " configure_optimizers instead."
                 )
 
@@ -405,9 +403,9 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         # Callbacks have run, and all ranks hold the same model.
         if self.model is not None and not is_aligned(self.model, self.topology, with_buffers=False):
             raise AgreementError(
-                "After training the model differs between ranks: a hook or callback changed it in on_train_end. What it"
-                " put there is no model that the worker groups agree on. The outer model is in"
-                " strategy.outer_state_dict() and in the last checkpoint; take the callback out."
+                "After training the model differs between ranks: a hook or callback changed it in on_train_end, and the"
+                " worker groups do not agree on what it put there. The outer model is in strategy.outer_state_dict()"
+                " and in the last checkpoint; take the callback out."
             )
         self.fit.signals.end_if_any_received()
 
@@ -515,7 +513,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
                 _log.warning(
                     "all_gather in a training batch gathers over the ranks of the worker group (here %d), not over all"
                     " ranks: groups do not wait for each other between launches. The negatives of a contrastive loss,"
-                    " for instance, are those of the group. This is said once.",
+                    " for instance, come from the group. Shown once.",
                     topology.group_size,
                 )
             fit.has_gathered = True

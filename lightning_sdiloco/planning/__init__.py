@@ -2,6 +2,6 @@
 
 In come plain numbers: the parameters of a model, step time and size of the groups, bandwidth, round trip and loss of
 the link, and `Settings`. Out go bytes, memory, compute utilisation, the time of a run in which groups are slow or
-absent, and settings. Partition, schedule and wire bytes are those of `algorithm` and `compression`, so that a plan
+absent, and settings. Partition, schedule and wire bytes come from `algorithm` and `compression`, so that a plan
 cannot contradict a run; only time is a model. Nothing here makes a module, opens a connection or knows the engine.
 """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 # TCP: bytes in a segment, and those that a connection sends before it has heard of the other side (RFC 6928).
 _SEGMENT = 1448
 _FIRST_WINDOW = 10 * _SEGMENT
-# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux, starts anew.
+# A connection that was silent for longer than its retransmission timeout, at least 200 ms on Linux, starts over.
 _LEAST_TIMEOUT = 0.2
 
 
@@ -62,7 +62,7 @@ class Link:
         return elapsed + nbytes / rate
 
     def is_warm_after(self, silence: float) -> bool:
-        """Tells whether connections are still at speed after some seconds without traffic."""
+        """Returns whether connections are still at speed after some seconds without traffic."""
         return silence <= _LEAST_TIMEOUT + self.round_trip
 
 

@@ -26,7 +26,7 @@ _LAUNCH, _ENCODE, _DECODE, _OUTER_STEP, _LAND = 12, 32, 20, 48, 12
 
 _DDP_BUCKET = 25 * 2**20
 
-# Of so many rounds the last half is measured; by then every round takes as long as the one before.
+# Rounds to run, of which the last half is measured; by then every round takes as long as the one before.
 _ROUNDS = 8
 
 
@@ -98,7 +98,7 @@ class Streaming:
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
-        """Returns the bytes that a group sends in a run, the final exchange included; exact but for buffers."""
+        """Returns the bytes that a group sends in a run, the final exchange included; exact except for buffers."""
         every, warmup_steps = self.settings.sync_every, min(steps, self.settings.warmup_steps)
         streamed = [max(0, (steps - warmup_steps - offset) // every) for offset in self._offsets]
         launched = sum(count * sent for count, sent in zip(streamed, self._sent, strict=True))
@@ -180,7 +180,7 @@ class Streaming:
 
     @cached_property
     def memory(self) -> Memory:
-        """What it takes; ``offload="auto"`` means what it means on CUDA."""
+        """The memory it takes; ``offload="auto"`` means the same as on CUDA."""
         gathered, offloads = FLOAT32 if self.groups.group_size > 1 else 0, self.settings.outer.offload is not False
         of_part = [FLOAT32 * part * (again > 0) for part, again in zip(self._parts, self._second_hops, strict=True)]
         # Outer parameters, momentum; with two shots what the second rounding has lost; on a route that does not share
@@ -290,7 +290,7 @@ def play(
 ) -> list[Times]:
     """Plays training thread and background of every group.
 
-    A flight is over when the message of the last group has come; on a route in pairs, that of the last partner, and the
+    A flight is over when the last group's message has come; on a route in pairs, the last partner's, and the
     word of the last group that it has launched.
 
     Args:
@@ -456,7 +456,7 @@ class _Play:
             self.landed.append(self._groups[0].clock)
 
     def _over_legs(self, fragment: int) -> tuple[list[float], float, float]:
-        """Lets all groups average, and returns when each has the messages, and what a second hop and its way take.
+        """Averages all groups; returns when each has the messages, and what a second hop and its way take.
 
         Groups exchange with the partners of their leg, which is all groups but on a route of pairs, at the speed of the
         slowest link among them.
@@ -478,7 +478,7 @@ class _Play:
 
     def _over_lines(self, fragment: int) -> tuple[list[float], float, float]:
         """Returns the same where links differ."""
-        # What its first message took, a group is told with the second one.
+        # A group learns with the second message what its first one took.
         busy, round_trip = self._busy[fragment][sum(self._flights) > 1], max(line.round_trip for line in self._lines)
         posted = max(group.encoded for group in self._groups)
         for group, one in zip(self._groups, busy, strict=True):

@@ -127,7 +127,7 @@ class HubLoad(NamedTuple):
 
 
 def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gbit_s: float) -> HubLoad:
-    """Predicts what a federation sends through a hub of so many Gbit/s each way, and how often fragments may travel.
+    """Predicts what a federation sends through a hub, and how often fragments may travel.
 
     Examples:
         >>> model, sites = Model.of_size(10**9, layers=24), Groups(step_time=1.0, groups=4)
@@ -141,7 +141,7 @@ def through_hub(model: Model, settings: Settings, groups: Groups, link: Link, gb
     payloads = [all_reduce.payload_bytes(numel) for numel in model.fragments(settings)]
     bytes_in, largest = groups.groups * sum(payloads), max(payloads)
     bytes_out = groups.others * bytes_in
-    # What a round keeps the hub busy for, however often there is one.
+    # Seconds for which a round keeps the hub busy, however often there is one.
     busy, way = bytes_out * 8e-9 / gbit_s, hub_link(link, groups.groups, gbit_s)
     # From when all sites launch until each has the payloads of all.
     flight = groups.groups * largest * 8e-9 / way.gbit_s + _HUB_ROUND_TRIPS * way.round_trip
@@ -169,7 +169,7 @@ def hub_link(link: Link, sites: int, gbit_s: float) -> Link:
 
 
 class SharedOut(NamedTuple):
-    """What two shots take over the link of each group; all lists are in the order of the groups."""
+    """Bytes and seconds of two shots on each group's link; all lists are in the order of the groups."""
 
     links: tuple[float, ...]
     shares: tuple[float, ...]

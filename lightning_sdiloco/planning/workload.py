@@ -43,7 +43,7 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the parameters in their own dtype, which is also that of their gradients."""
+        """Returns the bytes of the parameters in their own dtype, which their gradients share."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     def fragments(self, settings: Settings) -> tuple[int, ...]:

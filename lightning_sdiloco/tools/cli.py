@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "status": ("status", ("status",)),
     "completion": ("completion", ("completion",)),
 }
-"""The subcommands: the file of each, and its functions, of which those of other names are subcommands of it."""
+"""The subcommands: the file of each, and its functions; functions of other names are its own subcommands."""
 
 _WITH_CLASSES = ("--model", "--data", "--cli", "--quorum", "--config", "--set", "--methods")
 """The options that take class paths, or files with class paths."""
@@ -188,7 +188,7 @@ class _Parser(ArgumentParser):
         return option
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Says in few words what is wrong, and what was perhaps meant."""
+        """Prints in few words what is wrong, and what was perhaps meant."""
         known = [action.dest for action in self._actions]
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         # A command that has settings has imported them, and with them torch.
@@ -206,7 +206,7 @@ class _Parser(ArgumentParser):
             wrong, right = command[1], re.findall(r"[\w-]+", command[2])
         if close := get_close_matches(wrong, right, n=1):
             message = f"{message}\nDid you mean {close[0]}?"
-        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help shows what there is.\n")
+        sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n")
         sys.exit(2)
 
 

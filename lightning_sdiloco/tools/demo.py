@@ -64,7 +64,7 @@ def demo(
 
     Args:
         steps: Inner steps of each setting.
-        settings: ddp, diloco or streaming_fp4; can be given several times. By default all of them are trained.
+        settings: ddp, diloco or streaming_fp4; repeat for several. By default all are trained.
         out: Folder for numbers and pictures.
 
     Examples:
@@ -126,7 +126,7 @@ def add_times(results: dict[str, dict[str, Any]]) -> None:
 
 
 def results_table(results: dict[str, dict[str, Any]]) -> Table:
-    """Builds the table, one row per setting, its bytes compared with those of DDP where that was trained too."""
+    """Builds the table, one row per setting, its bytes compared with DDP's if that was trained too."""
     first = next(iter(results.values()))
     table = Table(
         title=f"{first['parameters']:,} parameters, {first['ranks']} worker groups, {first['steps']:,} steps; "
@@ -164,7 +164,7 @@ def time_on_link(row: dict[str, Any]) -> str:
 
 
 def sentences(ddp: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Says what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
+    """Returns what Streaming DiLoCo cost in loss, and how long both runs take on the slow link."""
     nats = ours["val_loss"] - ddp["val_loss"]
     loss, perplexity = 100 * abs(nats) / ddp["val_loss"], 100 * abs(math.expm1(nats))
     above, more = ("above", "more") if nats > 0 else ("below", "less")

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco doctor``: started for every rank, it tells on rank 0 what is wrong between the machines.
+"""Runs ``sdiloco doctor``: started for every rank, it reports on rank 0 what is wrong between the machines.
 
 With ``--hub`` it is started once, at a site, and looks at the way to a hub.
 """
@@ -55,7 +55,7 @@ PACKAGES = ("lightning-sdiloco", "torch", "lightning", "pytorch-lightning")
 # What changes how ranks talk to each other, or how fast they are.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "SDILOCO_EXCHANGE_INTERFACE", "OMP_NUM_THREADS", "TORCH_DISTRIBUTED_DEBUG")
 
-_UNEQUAL = 2.0  # a direction that is so many times slower than the other one has a reason
+_UNEQUAL = 2.0  # a direction that is this many times slower than the other one has a reason
 _LONG_ROUND_TRIP = 0.01  # from here on a slow start costs more than a launch can wait for
 _FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and what a Python process has open anyway
 _PINGS = 10
@@ -79,17 +79,17 @@ def doctor(
     wait: float = 300.0,
     json: bool = False,
 ) -> str:
-    """Check between the machines of a training: reachability, versions, settings, bandwidth and round trip.
+    """Check the machines of a training: reachability, versions, settings, bandwidth and round trip.
 
-    With --hub it is started once, at a site, and checks the way to a hub: keys, round trip, bandwidth, run config.
+    With --hub, start it once, at a site: it checks the way to the hub, the keys, round trip, bandwidth and run config.
 
     Args:
-        options: Which hub, and by whom, to check that.
+        options: Which hub to check, and as whom.
         worker_groups: Number of worker groups, as for the strategy; auto is one per node.
-        num_nodes: Number of nodes, where it is started once on every node, with NODE_RANK and MASTER_ADDR.
-        seconds: How long each direction between worker groups, or to and from the hub, is measured.
-        wait: How many seconds to wait until all ranks have come.
-        json: Print JSON in place of a table.
+        num_nodes: Number of nodes, if you start it once on every node, with NODE_RANK and MASTER_ADDR.
+        seconds: Seconds for which each direction between worker groups, or to and from the hub, is measured.
+        wait: Seconds to wait until all ranks have joined.
+        json: Print JSON instead of a table.
 
     Examples:
         $ srun --nodes=2 sdiloco doctor
@@ -122,7 +122,7 @@ def _as_table(found: Sequence[Finding]) -> str:
     for finding in found:
         table.add_row(f"[{_STYLES[finding.state]}]{finding.state}[/]", finding.check, finding.found, finding.fix)
     terminal, printed = sys.stdout.isatty(), io.StringIO()
-    # Logs of launchers have no width of their own.
+    # Logs of launchers have no width.
     Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False).print(table)
     return printed.getvalue().rstrip("\n")
 
@@ -152,7 +152,7 @@ class Examined(NamedTuple):
 
 
 def _examined(worker_groups: Any, num_nodes: int | None, seconds: float, wait: float) -> Examined | None:
-    """Looks at all ranks, which must call it together; only rank 0 is told what was seen."""
+    """Looks at all ranks, which must call it together; only rank 0 gets what was seen."""
     launch = detect_launch(num_nodes)
     groups = checked_worker_groups(worker_groups)
     if groups == "auto":
@@ -194,13 +194,13 @@ def detect_launch(num_nodes: int | None = None) -> Launch:
             raise ValueError(f"Lightning would refuse this job: {error}") from error
     else:
         raise ValueError(
-            "This process does not know its rank. Start it on every node as the training: with srun, with torchrun, or"
-            " by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
+            "This process does not know its rank. Start it on every node like the training: with srun, with torchrun,"
+            " or by hand with NODE_RANK, MASTER_ADDR and MASTER_PORT set and --num-nodes N."
         )
     for name in numbers:
         if not os.environ.get(name, "").isdigit():
             value = os.environ.get(name, "")
-            raise ValueError(f"{name}={value!r} is no number. Set it on every node, as for the training.")
+            raise ValueError(f"{name}={value!r} is not a number. Set it on every node, as for the training.")
     # Lightning would take the loopback address, where no other machine finds rank 0.
     if "MASTER_ADDR" not in os.environ and "SLURM_NODELIST" not in os.environ:
         raise ValueError("MASTER_ADDR is not set. Set it to an address of rank 0's machine on every node.")
@@ -237,7 +237,7 @@ def describe() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "tcp": {
             "congestion_control": tcp("tcp_congestion_control"),
-            # The largest size of a buffer in bytes; 0 where the system does not tell.
+            # The largest size of a buffer in bytes; 0 if the system does not say.
             "send_buffer": int((tcp("tcp_wmem").split() or ["0"])[-1]),
             "receive_buffer": int((tcp("tcp_rmem").split() or ["0"])[-1]),
             "slow_start_after_idle": tcp("tcp_slow_start_after_idle") == "1",
@@ -252,7 +252,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-# What is found
+# Findings
 
 
 def findings(seen: Examined) -> list[Finding]:
@@ -272,7 +272,7 @@ def _of_ranks(seen: Examined) -> Iterator[Finding]:
 
 
 def _by_value(values: Sequence[str]) -> tuple[bool, str]:
-    """Tells which ranks have which value, and whether all have the same."""
+    """Returns whether all ranks have the same value, and which ranks have which."""
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
@@ -292,7 +292,7 @@ def _rank(rank: int, seen: Examined) -> str:
 def _of_machines(seen: Examined) -> Iterator[Finding]:
     hosts = [one.host for one in seen.endpoints]
     needed = _FILES_PER_RANK * len(seen.endpoints) + _FILES
-    # Of each kind the worst or first is told: the others have the same remedy.
+    # Of each kind only the worst or first is shown: the others have the same remedy.
     few = {rank: machine["files"] for rank, machine in enumerate(seen.machines) if 0 <= machine["files"] < needed}
     if few:
         rank = min(few, key=lambda rank: few[rank])
@@ -325,7 +325,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
     size = len(seen.endpoints) // seen.groups
     for link in seen.links:
         if link.error:
-            fix = "Start the doctor again; if it stays, look at that machine."
+            fix = "Start the doctor again; if the error stays, look at that machine."
             yield Finding("wrong", f"round trip {link.source} -> {link.target}", link.error, fix)
             continue
         way, rate = f"{link.source} -> {link.target}", link.bits_per_second
@@ -335,8 +335,8 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
         if rate * _UNEQUAL < back:
             told += f", and {readable_rate(back / 1e9)} in the other direction"
             fix = (
-                f"Look for other traffic on the way from worker group {link.source} to {link.target}, and at its"
-                " congestion control: training goes at the pace of the slower direction."
+                f"Look for other traffic from worker group {link.source} to {link.target}, and at the congestion"
+                " control there: training goes at the pace of the slower direction."
             )
             yield Finding("slow", f"bandwidth {way}", told, fix)
         else:
@@ -350,7 +350,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
             yield Finding(
                 "slow",
                 f"buffers {way}",
-                f"buffers of TCP may hold one connection below {readable_rate(most / 1e9)}"
+                f"TCP buffers may hold one connection below {readable_rate(most / 1e9)}"
                 f" at {1000 * link.round_trip:.3g} ms",
                 f'On both sides: sysctl -w net.ipv4.tcp_wmem="4096 16384 {needed}"'
                 f' net.ipv4.tcp_rmem="4096 131072 {needed}"',
@@ -360,7 +360,7 @@ def _of_links(seen: Examined) -> Iterator[Finding]:
         yield Finding(
             "slow",
             "idle connections",
-            "TCP starts slowly again after it was idle, as it is between two launches",
+            "TCP starts slowly again after idling, as it does between two launches",
             "On all machines: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )
 
@@ -471,7 +471,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
     """Looks at the way to a hub, until something is in the way: what comes after it would only say the same."""
     places = hub_addresses(str(options.hub))
     if (options.keys is None) != options.insecure:
-        raise ValueError("Give the keys of a site, or of anybody else of the run: --keys FILE; or --insecure.")
+        raise ValueError("Give the keys of a site, or of another role in the run: --keys FILE; or --insecure.")
     found, numbers = list[Finding](), dict[str, Any](hub=options.hub)
     for finding in _of_way(options, places, seconds, numbers):
         found.append(finding)
@@ -483,7 +483,7 @@ def examine_hub(options: HubOptions, seconds: float) -> tuple[list[Finding], dic
 def _of_way(
     options: HubOptions, places: list[tuple[str, int]], seconds: float, numbers: dict[str, Any]
 ) -> Iterator[Finding]:
-    told = "none: whoever is on the way can read and change everything (--insecure)"
+    told = "none: anyone on the way can read and change everything (--insecure)"
     if options.keys is not None:
         try:
             bundle = load(options.keys)
@@ -503,7 +503,7 @@ def _of_way(
                 "reachability",
                 f"{host}:{port}: {reason(error)}",
                 f"Start the hub, on an address that can be reached from here (--listen 0.0.0.0:{port}), and open that"
-                " port of its machine. Sites need no open port.",
+                " port on its machine. Sites need no open port.",
             )
     for number, (host, port) in enumerate(places, start=1):
         findings = list(_of_hub(replace(options, hub=f"{host}:{port}"), seconds, numbers))
@@ -522,11 +522,11 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         with closing(mailbox):
             numbers["round_trip"] = mailbox.round_trip()
             yield Finding("ok", "hub", f"it answers, and knows {mailbox.identity.role} {mailbox.identity.name}")
-            told = f"{1000 * numbers['round_trip']:.3g} ms, by the clock of this end alone"
+            told = f"{1000 * numbers['round_trip']:.3g} ms, by this end's clock alone"
             yield Finding("ok", "round trip", told)
             off = float(mailbox.call("ping", {"clock": True})[0].get("clock", wall_clock())) - wall_clock()
-            told = f"that of the hub is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
-            fix = "Set the one that is wrong: certificates are valid by its dates."
+            told = f"the hub's clock is {abs(off):.0f} s {'ahead of' if off > 0 else 'behind'} the one here"
+            fix = "Set the wrong one: certificates are valid by its dates."
             yield Finding("slow" if abs(off) > _CLOCKS_APART else "ok", "clock", told, fix * (abs(off) > _CLOCKS_APART))
             for up, way in ((True, "to"), (False, "from")):
                 _progress(f"Measuring bandwidth {way} the hub, for {seconds:g} s")
@@ -537,17 +537,17 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
     except (HubError, Refused) as refusal:
         if options.insecure and isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, and does not answer: a hub with keys takes nobody without. Give --keys FILE."
+                "Something listens there, but does not answer: a hub with keys refuses calls without. Give --keys FILE."
             )
         elif isinstance(refusal, HubUnreachable):
             fix = (
-                "Something listens there, and hub and keys do not know each other: another authority, another run, or"
-                " a hub without TLS. Get keys from where those of the hub are: sdiloco keys add FOLDER NAME."
+                "Something listens there, but hub and keys do not match: another authority, another run, or a hub"
+                " without TLS. Get keys from where the hub's are made: sdiloco keys add FOLDER NAME."
             )
         elif options.insecure:
             fix = "Give the name of the run that this hub serves: --run NAME."
         else:
-            fix = "Get a bundle for this run from whoever has the folder of its keys: sdiloco keys add FOLDER NAME."
+            fix = "Get a bundle for this run from the owner of its folder of keys: sdiloco keys add FOLDER NAME."
         yield Finding("wrong", "hub", str(refusal), fix)
         return
     if not status["founded"]:
@@ -555,10 +555,10 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         yield Finding("ok", "run", f"not founded yet: {status['missing']} more sites are needed; here: {here}")
         return
     if status["trouble"]:
-        yield Finding("wrong", "run", str(status["trouble"]), "Ask whoever runs the hub.")
+        yield Finding("wrong", "run", str(status["trouble"]), "Ask the hub's operator.")
     needs, free = status["disk"]["still_needs"], status["disk"]["free"]
     if free is not None:
-        told, fix = f"the hub has {readable(free)} free, and the run will need {readable(needs)} more", ""
+        told, fix = f"the hub has {readable(free)} free, but the run will need {readable(needs)} more", ""
         if free < needs:
             fix = "Make room, or give the hub another --store: without room no rounds close."
         yield Finding("slow" if fix else "ok", "disk", told, fix)
@@ -580,10 +580,8 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
         elif here.split(".")[:2] == there.split(".")[:2]:
-            told = (
-                f"{here} here, {there} in the run config: it may join if its arithmetic makes the same of known values"
-            )
+            told = f"{here} here, {there} in the run config: it may join if both compute the same from known values"
             yield Finding("ok", name, told)
         else:
-            fix = f"Install {name}=={there} here: a run stays with the versions that it was founded on."
-            yield Finding("wrong", name, f"{here} here, and {there} in the run config", fix)
+            fix = f"Install {name}=={there} here: a run stays with the versions it was founded on."
+            yield Finding("wrong", name, f"{here} here, but {there} in the run config", fix)

@@ -31,25 +31,25 @@ def hub(
     backups_every: float = 3600.0,
     refound: bool = False,
 ) -> str:
-    """Serve a run to its sites, until it is ended by a signal; then start it again with the same ledger.
+    """Serve a run to its sites until a signal ends it; start it again with the same ledger.
 
     Args:
         run: The name of the run.
         keys: The bundle of the hub, or the folder of `sdiloco keys init`.
-        sites: How many sites found the run, the first time. Once it is founded, sites come and go as they like.
-        listen: Address and port. Sites elsewhere reach it at 0.0.0.0 or at the address of an interface.
-        ledger: The file with the records of the run. Without it the run is lost: keep it on a disk that lasts.
-        store: Folder or URL for payloads and states; by default the folder beside the ledger.
-        insecure: Serve without TLS, for tests on one machine: whoever reaches the port may do anything.
-        metrics: Address and port for a Prometheus server, which gets what the status says, and for the probes of a
-            cluster, at /healthz; by default there is none. Whoever reaches that port can read it.
-        quorum: A quorum of your own on which sites may found the run: module.Class, of a module that Python finds here.
-            Nothing else that a site names is imported; those of this package need no word.
-        backups: A folder, on another disk, for a copy of ledger and payloads that is made while the run goes on. Where
-            the first disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
+        sites: How many sites found the run, the first time. Afterwards sites come and go as they like.
+        listen: Address and port. For sites on other machines use 0.0.0.0 or the address of an interface.
+        ledger: The file with the records of the run. Without it the run is lost: keep it on a durable disk.
+        store: Folder or URL for payloads and states; by default a folder beside the ledger.
+        insecure: Serve without TLS, for tests on one machine: anyone who reaches the port may do anything.
+        metrics: Address and port for Prometheus metrics, and for a cluster's probes at /healthz; none by default.
+            Anyone who reaches that port can read them.
+        quorum: Your own quorum that sites may found the run on: module.Class, of a module that Python finds here.
+            Nothing else that a site names is imported; this package's own are always allowed.
+        backups: A folder, on another disk, for a copy of ledger and payloads, made while the run goes on. If the first
+            disk is lost, start a hub with `--ledger FOLDER/hub.sqlite`.
         backups_every: Seconds between two copies.
-        refound: Found the run again from what its sites hold, where its ledger is lost: on a new one, with as many
-            sites as are left.
+        refound: Found the run again from what its sites hold, if its ledger is lost: on a new ledger, with the sites
+            that are left.
 
     Examples:
         $ sdiloco hub --run pretrain --keys keys --sites 2 --listen 0.0.0.0:29400
@@ -81,7 +81,7 @@ def hub(
         )
         print(f"The hub of run {run} listens on port {service.port}: {found}.", flush=True)
         if told is not None:
-            print(f"Metrics for Prometheus are on port {told.port}, for everybody who reaches it.", flush=True)
+            print(f"Metrics for Prometheus are on port {told.port}, open to anyone who reaches it.", flush=True)
         over.wait()
     return f"The hub has ended. Everything is in {ledger}: start it again with the same command."
 
@@ -91,13 +91,13 @@ def hub(
 
 @dataclass(frozen=True)
 class HubOptions:
-    """Says which hub is asked, and by whom: options that all commands share which ask one.
+    """Options shared by all commands that ask a hub: which hub, and as whom.
 
     Args:
-        hub: Address and port of the hub; several with commas between them, if it has several.
-        keys: The bundle of who asks; an operator's for what changes the run.
-        run: The name of the run, if the bundle does not say it.
-        insecure: Ask a hub that has no keys.
+        hub: Address and port of the hub; several, separated by commas, if it has several.
+        keys: Your bundle; an operator's for commands that change the run.
+        run: The name of the run, if the bundle does not name it.
+        insecure: Ask a hub without keys.
     """
 
     hub: str | None = None
@@ -113,7 +113,7 @@ class HubOptions:
             who = load(self.keys).identity
             name, run = who.name, run or who.run
         if run is None:
-            raise ValueError("Say which run it is: --run RUN. A bundle says it too: --keys FILE.")
+            raise ValueError("Say which run it is: --run RUN. A bundle names it too: --keys FILE.")
         return HubClient(self.hub, run, name, self.keys, self.insecure, role=role, channels=channels)
 
     def ask(self, role: Role, name: str, **about: Any) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def status_of(mailbox: HubClient) -> dict[str, Any]:
 
 
 def evict(site: str, options: HubOptions) -> str:
-    """Throw a site out of a run. A new start of it may join again, and fetches a state from the others.
+    """Throw a site out of a run. Started again, it may rejoin, and fetches a state from the others.
 
     Args:
         site: The name of the site.
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
 
     Examples:
         $ sdiloco hub evict site-b --hub a.example:29400 --keys operator.bundle
@@ -149,20 +149,20 @@ def evict(site: str, options: HubOptions) -> str:
 
 
 def end(options: HubOptions) -> str:
-    """End a run: the next round of every fragment is the last, for which every site launches what it has.
+    """End a run: the next round of every fragment is the last, and every site launches what it has.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
     """
     options.ask("operator", "end")
     return "The run ends with the next round of every fragment."
 
 
 def backup(options: HubOptions) -> str:
-    """Copy ledger and payloads of a run now, at its hub, into the folder for copies with which it was started.
+    """Copy ledger and payloads of a run now, at its hub, into its folder for copies.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
     """
     told = options.ask("operator", "backup")
     return f"{told['records']} records are in {told['folder']}, at the hub."
@@ -176,13 +176,13 @@ def amend(
     quorum: int | None = None,
     guard: float | None = None,
 ) -> str:
-    """Amend the terms of a run while it goes on; what is left out stays as it is.
+    """Amend the terms of a run while it goes on; options you leave out change nothing.
 
     Args:
-        options: Which hub, and by whom.
+        options: Which hub to ask, and as whom.
         rounds: The rounds of every fragment after which the run ends; 0: it ends when its sites do.
         grace: Seconds for which a round stays open after its first contribution.
-        lease: Seconds for which a round waits for a site that gives no heartbeat.
+        lease: Seconds for which a round waits for a site that sends no heartbeat.
         quorum: The least number of sites that make a round.
         guard: How many times as long as usual an outer gradient may be; 0: any length.
 
@@ -193,25 +193,25 @@ def amend(
     off = {name: value or None if name in ("rounds", "guard") else value for name, value in given.items()}
     changes = {name: off[name] for name, value in given.items() if value is not None}
     if not changes:
-        raise ValueError(f"Say what shall change: {', '.join(f'--{name}' for name in given)}.")
+        raise ValueError(f"Give at least one change: {', '.join(f'--{name}' for name in given)}.")
     terms = options.ask("operator", "amend", terms=changes)["terms"]
-    return f"The run goes on with {', '.join(f'{name}={terms[name]}' for name in given)}."
+    return f"The run continues with {', '.join(f'{name}={terms[name]}' for name in given)}."
 
 
 def rollback(round: int, options: HubOptions) -> str:
-    """Roll a run back to a round: later records are dropped for good. Sites that have applied them must start again.
+    """Roll a run back to a round: later records are dropped for good. Restart sites that have applied them.
 
     Args:
-        round: The last round of every fragment that stays.
-        options: Which hub, and by whom.
+        round: The last round of every fragment to keep.
+        options: Which hub to ask, and as whom.
 
     Examples:
         $ sdiloco hub rollback 40 --hub a.example:29400 --keys operator.bundle
     """
     records = options.ask("operator", "rollback", round=round)["records"]
     return (
-        f"{records} records are left. Sites that have applied more are refused: start them again from a"
-        " checkpoint of before, or without one."
+        f"{records} records are left. Sites that have applied more are refused: restart them from an earlier"
+        " checkpoint, or without one."
     )
 
 
@@ -221,16 +221,16 @@ STATES = {"follows": "green", "joining": "yellow", "expected": "yellow", "silent
 # Metrics
 
 
-_FRESH = 1.0  # seconds for which a status is told again, however often it is asked for
+_FRESH = 1.0  # seconds for which a status is reused, however often it is asked for
 
 SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
     "last_heartbeat": ("gauge", "last_heartbeat_seconds", "Seconds since the last heartbeat of a site."),
-    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, where that is worst."),
+    "rounds_behind": ("gauge", "rounds_behind", "Rounds that a site has not applied, in the worst fragment."),
     "share": ("gauge", "weight_share", "Share of a site in the weight of the last 8 rounds."),
-    "late": ("counter", "late", "Contributions of a site that came when their round was closed."),
-    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out as they were not finite."),
+    "late": ("counter", "late", "Contributions of a site that arrived after their round had closed."),
+    "not_finite": ("counter", "not_finite", "Contributions of a site that were left out because they were not finite."),
     "too_long": ("counter", "too_long", "Contributions of a site that the guard left out."),
-    "incarnations": ("counter", "starts", "How often a site has come as a new process."),
+    "incarnations": ("counter", "starts", "How often a site has joined as a new process."),
     "bytes": ("counter", "sent_bytes", "Bytes that a site has sent."),
     "bytes_per_second": ("gauge", "sent_bytes_per_second", "Rate of the last blob that a site has sent."),
 }
@@ -238,7 +238,7 @@ SITE_METRICS: Mapping[str, tuple[str, str, str]] = {
 
 
 class MetricsServer:
-    """Answers whoever asks for metrics, in threads of its own, without TLS and without asking who it is.
+    """Answers all requests for metrics, in its own threads, without TLS or authentication.
 
     The status is asked for at most once a second. /healthz answers 200 while the hub serves, and else 503.
     """
@@ -247,7 +247,7 @@ class MetricsServer:
         client = _client("prometheus_client")
         host, _, port = listen.rpartition(":")
         if not host or not port.isdigit():
-            raise ValueError(f"metrics={listen!r} is no address: give one with a port, such as 127.0.0.1:9400.")
+            raise ValueError(f"metrics={listen!r} is not an address: give one with a port, such as 127.0.0.1:9400.")
         self._status, self._lock, self._last, self._until = status, threading.Lock(), dict[str, Any](), 0.0
         registry = client.CollectorRegistry()
         registry.register(self)
@@ -256,7 +256,7 @@ class MetricsServer:
             self._server, self._thread = client.start_http_server(int(port), host.strip("[]"), registry)
         except OSError as error:
             raise ValueError(
-                f"metrics={listen!r} cannot be listened on ({error}). Give an address of this machine, and a free port."
+                f"metrics={listen!r} cannot be used ({error}). Give an address of this machine, and a free port."
             ) from error
         self.port = int(self._server.server_port)
         answer_metrics = self._server.get_app()
@@ -300,10 +300,10 @@ class MetricsServer:
             ("founded", "Whether the run has been founded.", status["founded"]),
             (
                 "trouble",
-                "Whether something keeps rounds from being closed, such as a full disk.",
+                "Whether something keeps rounds from closing, such as a full disk.",
                 bool(status["trouble"]),
             ),
-            ("missing_sites", "Sites that are needed to found the run.", status.get("missing", 0)),
+            ("missing_sites", "Sites still needed to found the run.", status.get("missing", 0)),
             ("records", "Records of the run.", status.get("records", 0)),
         ):
             yield family(name, text, [([], value)])
@@ -316,7 +316,7 @@ class MetricsServer:
             values = [([site], own[key]) for site, own in sites.items() if own[key] is not None]
             yield family(f"site_{name}", text, values, "site", kind=kind)
         rounds = [([str(number)], own["round"]) for number, own in fragments]
-        yield family("fragment_round", "The last round of a fragment that is closed.", rounds, "fragment")
+        yield family("fragment_round", "The last closed round of a fragment.", rounds, "fragment")
         missing = [([str(number), site], 1) for number, own in fragments for site in own["missing"]]
         text = "1 for every site that the open round of a fragment waits for."
         yield family("fragment_waits_for", text, missing, "fragment", "site")
@@ -327,6 +327,6 @@ def _client(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "Metrics need prometheus_client, which is not installed. Install it with all else that a federation needs"
-            " (pip install 'lightning-sdiloco[federated]'), or leave out --metrics."
+            "Metrics need prometheus_client, which is not installed. Install all that a federation needs (pip install"
+            " 'lightning-sdiloco[federated]'), or leave out --metrics."
         ) from error

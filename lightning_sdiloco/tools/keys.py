@@ -5,12 +5,12 @@ from lightning_sdiloco.planning.link import require
 
 
 def init(folder: str, run: str | None = None, days: int = 3650) -> str:
-    """Make the authority of a federation in a folder, with a bundle for its hub.
+    """Make a federation's authority in a folder, with a bundle for its hub.
 
     Args:
-        folder: The folder. Whoever can read it can speak for every site.
-        run: The run that the keys are for. Without it, the first one for which a hub is started with the folder.
-        days: For how many days keys that are added can be valid.
+        folder: The folder. Anyone who can read it can speak for every site.
+        run: The run that the keys are for. By default the first run whose hub is started with the folder.
+        days: For how many days added keys can be valid.
 
     Examples:
         $ sdiloco keys init keys --run pretrain
@@ -25,8 +25,8 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
 
     Args:
         folder: The folder of `sdiloco keys init`.
-        names: Names, such as those of sites.
-        role: What they may do: a site trains, an operator evicts and ends, a reader looks at the status.
+        names: Names of sites, operators or readers.
+        role: What they may do: a site trains, an operator evicts and ends, a reader sees the status.
         days: For how many days they are valid.
 
     Examples:
@@ -38,7 +38,7 @@ def add(folder: str, names: list[str], role: Role = "site", days: int = 365) -> 
 
 
 def revoke(folder: str, names: list[str]) -> str:
-    """Take back all keys of holders: a hub that runs with the folder refuses them from then on.
+    """Revoke all keys of holders: a hub that runs with the folder then refuses them.
 
     Args:
         folder: The folder of `sdiloco keys init`.

@@ -19,9 +19,9 @@ def table(columns: Mapping[str, Iterable[object]], left: int = 1, width: int = 8
 
     Args:
         columns: The cells of each column.
-        left: So many columns, the first ones, are justified to the left.
+        left: How many columns, from the first, are left-aligned.
         width: Characters of a line.
-        section: After so many rows there is a space; 0 for none.
+        section: Number of rows after which there is a space; 0 for none.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for index, header in enumerate(columns):

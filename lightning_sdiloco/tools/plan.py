@@ -53,35 +53,36 @@ def plan(
     picture: str | None = None,
     format: Literal["text", "json"] = "text",
 ) -> str:
-    """Print what a link allows: bytes, peak bandwidth and compute utilisation for each method, and what to set.
+    """Print what a link allows: bytes, peak bandwidth and compute utilisation of each method, and what to set.
 
     Args:
         model: LightningModule (or other module) by its class path, with --model.NAME for its arguments.
-        params: Number of parameters, such as 1e9 or 1B, in place of a model.
+        params: Number of parameters, such as 1e9 or 1B, instead of a model.
         layers: Number of layers, with --params.
-        step_time: Seconds of an inner step, without anything between groups.
+        step_time: Seconds of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
         bandwidth: Gbit/s between a group and all others, in each direction; 0.1 is 100Mbit.
-        hub_bandwidth: Gbit/s of the hub of a federation, in each direction: the groups are its sites then.
-        quorum: The quorum of that federation: a number of sites, or a class such as DynamicBackup, with
-            --quorum.least=0.5 for its arguments. Says whom a round waits for.
-        grace: Seconds for which its rounds stay open after the first contribution; by default 10, with --quorum.
-        delays: Seconds by which what each site sends comes later, as 0,0,12; with --quorum.
-        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, in place of --bandwidth
-            and --groups: plans with the slowest one, and says what two shots with parts that suit the links bring.
+        hub_bandwidth: Gbit/s of a federation's hub, in each direction: the groups are then its sites.
+        quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or a class such as
+            DynamicBackup, with --quorum.least=0.5 for its arguments.
+        grace: Seconds for which rounds stay open after the first contribution; 10 by default; with --quorum.
+        delays: Seconds by which each site's contributions are late, as 0,0,12; with --quorum.
+        links: YAML file with the Gbit/s of each group's link, a list or a mapping from names, instead of --bandwidth
+            and --groups. The plan takes the slowest link, and shows what two shots gain with parts that suit the links.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
-        loss: Share of the packets that get lost: 0.1 % is 0.001.
+        loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps between the launch of a fragment and its landing.
-        fragments: How the model is cut: strided or sequential, with the repeated blocks in a fragment behind it, as in
-            strided:3, or as many as make some eight fragments, at most three; balanced, or a number of fragments.
+        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        fragments: How the model is cut: strided or sequential, optionally with the repeated blocks per fragment, as in
+            strided:3 (by default as many as make some eight fragments, at most three); balanced; or a number of
+            fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
-        steps: Inner steps of the whole run, for the bytes in all.
+        steps: Inner steps of the whole run, for its total bytes.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
-        paper_table_4: Reproduce Table 4 of the paper instead, in its idealisation.
-        picture: File (.svg or .png) for a picture of the utilisation over the bandwidth.
-        format: How to print.
+        paper_table_4: Reproduce Table 4 of the paper instead, with its idealisations.
+        picture: File (.svg or .png) for a plot of utilisation over bandwidth.
+        format: Output format.
 
     Examples:
         $ sdiloco plan --params 1B --layers 24 --step-time 0.5s --bandwidth 1Gbit
@@ -155,7 +156,7 @@ def _links(path: str | None, bandwidth: float | None) -> dict[str, float]:
         return {}
     if bandwidth is not None:
         raise ValueError(
-            f"--bandwidth {bandwidth:g} was given together with --links, which says it. Leave one of them out."
+            f"--bandwidth {bandwidth:g} was given together with --links, which also sets it. Leave one of them out."
         )
     try:
         told = yaml.safe_load(Path(path).read_text())
@@ -181,8 +182,8 @@ def _described(
     missing = [name for name, value in asked.items() if value is None]
     if missing:
         raise ValueError(
-            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time"
-            " of an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
+            f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time of"
+            " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
             " --bandwidth 1"
         )
     if model is not None:
@@ -212,7 +213,7 @@ def _made(make: MakeModel) -> nn.Module:
         except Exception as error:
             raise ValueError(
                 f"The model could not be made: {type(error).__name__}: {error}. Correct its arguments (--model.NAME),"
-                " or give --params and --layers in its place."
+                " or give --params and --layers instead."
             ) from error
 
 
@@ -229,14 +230,12 @@ def _asked_waits(
     if quorum is None:
         for name, value in (("--grace", grace), ("--delays", delays)):
             if value is not None:
-                raise ValueError(
-                    f"{name} is about rounds that close by a quorum. Give --quorum too, such as --quorum 2."
-                )
+                raise ValueError(f"{name} needs a quorum by which rounds close. Give --quorum too, such as --quorum 2.")
         return None
     if hub is None:
         raise ValueError(
             f"--quorum {quorum} is about the sites of a federation: worker groups that are launched together wait for"
-            " all. Give the --hub-bandwidth of the federation too."
+            " all. Give the federation's --hub-bandwidth too."
         )
     if isinstance(quorum, int):
         require(quorum >= 1, "quorum", quorum, "at least 1")
@@ -246,7 +245,8 @@ def _asked_waits(
         late = []
     if len(late) != len(of_sites) or not all(number >= 0 for number in late):
         raise ValueError(
-            f"--delays {delays} are no {len(of_sites)} numbers of seconds, from 0. Give one for each site, as 0,0,12."
+            f"--delays {delays} must be {len(of_sites)} numbers of seconds, at least 0. Give one for each site, as"
+            " 0,0,12."
         )
     ways = {
         site: Way(planner.hub_link(replace(link, gbit_s=gbit_s), groups.groups, hub.gbit_s), delay)

@@ -36,9 +36,9 @@ def report(
     """Write what a run did: a page (report.html), its pictures (.png), and a trace of all ranks (timeline.json).
 
     Args:
-        run: Folder with the records of a StreamingDiLoCoMonitor, or the folder of the logger above it: that of the run,
-            or one whose newest version_N it is.
-        output: Folder for the report. By default a folder named report in that of the run.
+        run: Folder with the records of a StreamingDiLoCoMonitor, or the logger's folder above it: the run's own, or one
+            that holds version_N folders, of which the newest is taken.
+        output: Folder for the report; by default a folder named report in the run's.
 
     Examples:
         $ sdiloco report lightning_logs
@@ -52,7 +52,7 @@ def _written(run: str, output: str | None, progress: Status) -> str:
     place, read = records_in(run), read_run(run)
     verdict = judge(read)
     folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
-    # The page scales pictures of its own, in SVG: glyphs and lines stay sharp.
+    # The page scales its pictures, in SVG: glyphs and lines stay sharp.
     embedded: dict[str, dict[str, bytes]] = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def judge(run: Run) -> Verdict:
 
 
 def waited_for(run: Run) -> tuple[Causes, Link | None]:
-    """Returns what training waited for, and the link, if it can be told how fast it is.
+    """Returns what training waited for, and the link, if its speed is known.
 
     The time until the last group launched counts for that group, and the rest for the link or the own background.
     """
@@ -156,7 +156,7 @@ def advise(run: Run, link: Link) -> Advice | None:
     model = Model(parameters, tuple(numel for numel, _ in sizes.values()))
     groups = _groups(run, model, settings)
 
-    # One of them changed, those that change training least first.
+    # One of them changed, starting with those that change training least.
     every, overlap_steps = settings.sync_every, settings.overlap_steps
     changed = [replace(settings, overlap_steps=more) for more in OVERLAP_STEPS if overlap_steps < more < every]
     if settings.exchange != "auto":
@@ -205,21 +205,21 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
     words = {"link": "for the link", "groups": "for a slower group", "background": "for work in the background"}
     parts = sorted(causes._asdict().items(), key=lambda cause: -cause[1])
     shares = ", ".join(f"{seconds / (sum(causes) or 1.0):.0%} was {words[name]}" for name, seconds in parts)
-    waited = f"Of the time that it waited, {shares}."
+    waited = f"Of the time it waited, {shares}."
     rate = f" The link carried {readable_rate(link.gbit_s)} while fragments were on it." if link is not None else ""
     if limit == "alone" and head.about.get("site") is not None:
         landed, again = waits(head), len(head.starts) - 1
         sites = sorted({site for one in landed for site in one.sites})
-        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "nobody"
+        counted = ", ".join(f"{site} in {sum(site in one.sites for one in landed)}" for site in sites) or "none"
         started = "" if not again else f" It was started again {'once' if again == 1 else f'{again} times'}."
         return [
             f"{kept} This is {head.name}, one site of a federation, which waits for no other.{started} Of the"
-            f" {len(landed)} rounds of fragments that landed here, there counted: {counted}."
+            f" {len(landed)} rounds of fragments that landed here, sites counted: {counted}."
         ]
     if limit == "alone":
-        return ["There is one worker group, so nothing travelled and nothing was waited for."]
+        return ["There is one worker group, so nothing travelled and training waited for nothing."]
     if limit == "nothing":
-        return [f"{kept} Nothing held it back that a setting would change much.{rate}"]
+        return [f"{kept} No setting would change that much.{rate}"]
     if limit == "groups":
         steps = {rank.group: step_seconds(rank) for rank in run.heads}
         slow, fast = max(steps, key=lambda g: steps[g]), min(steps, key=lambda g: steps[g])
@@ -237,22 +237,22 @@ def _what_limited(run: Run, limit: str, share: float, causes: Causes, link: Link
 def _what_to_change(advice: Advice | None, link: Link | None) -> list[str]:
     if link is None:
         return [
-            "How fast the link is cannot be told: all messages were there before a rank began to wait for them, so the"
-            " planner cannot say what to change."
+            "The link's speed is unknown: all messages were there before a rank began to wait for them, so the planner"
+            " cannot say what to change."
         ]
     if advice is None:
-        return ["The planner cannot tell what to change: it knows compressions by their names only."]
+        return ["The planner cannot say what to change: it knows compressions only by name."]
     if not advice.changes and advice.now >= TARGET:
         return [
-            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} of these"
+            f"On a steady link of that rate the planner expects a compute utilisation of {advice.now:.1%} with these"
             " settings: the link or the inner steps were uneven. A larger overlap_steps hides more of that."
         ]
     if not advice.changes:
-        return ["The planner knows no change of the settings that would gain much: it takes a faster link."]
+        return ["The planner knows no settings that would gain much: you need a faster link."]
     changes = " and ".join(f"{name}={value!r}" for name, value in advice.changes.items())
     return [
-        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} of it, and {advice.now:.1%} of"
-        f" the settings as they are, counting on {MARGIN:.0%} of the bandwidth that was measured."
+        f"Set {changes}. The planner expects a compute utilisation of {advice.then:.1%} with it, and {advice.now:.1%}"
+        f" with the current settings, counting on {MARGIN:.0%} of the measured bandwidth."
     ]
 
 
@@ -263,15 +263,15 @@ def _agreement(run: Run) -> list[str]:
     out = sum(len(landed.left_out) for landed in landings), sum(len(landed.outlying) for landed in landings)
     if any(out):
         sentences.append(
-            f"Of all outer gradients {out[0]} were left out of a mean because they were not finite, and {out[1]}"
+            f"Of all outer gradients, {out[0]} were left out of a mean because they were not finite, and {out[1]}"
             " because outlier_guard found them too long."
         )
     last = [curve[-1][1] for curve in cosines_of(run).values()]
     if len(last) > 1:
         cosine, alone = sum(last) / len(last), (1 / len(last)) ** 0.5
         sentences.append(
-            f"In the last round the outer gradients of the groups had a cosine of {cosine:.2f} with their mean, on"
-            f" average; directions that have nothing in common have {alone:.2f}, equal ones 1."
+            f"In the last round the groups' outer gradients had a cosine of {cosine:.2f} with their mean, on average;"
+            f" unrelated directions have {alone:.2f}, equal ones 1."
         )
     return sentences
 
@@ -337,7 +337,7 @@ def utilisation_over_time(rank: Rank, zero: float) -> Curve:
 
 
 def on_the_link(landed: LandingRecord) -> list[Span]:
-    """Returns when a fragment was on the link, as far as this rank can tell: in the transfer and the second hop."""
+    """Returns when a fragment was on the link, as far as this rank knows: in the transfer and the second hop."""
     hops = [landed.spans[name] for name in ("transfer", "relay") if name in landed.spans]
     return hops or [landed.spans["flight"]]
 
@@ -636,21 +636,21 @@ PICTURES: Mapping[str, Picture] = {
     "agreement": Picture(
         draw_agreement,
         "Agreement of the groups",
-        "Cosine between what each group sent and the mean, mean of the fragments of a round; and the norm of the outer"
-        " gradient of all fragments. One curve far from the others is a group that trains on something else.",
+        "Cosine of each group's outer gradient with the mean, averaged over the fragments of a round; and the norm of"
+        " the outer gradient of all fragments. A curve far from the others is a group that trains on something else.",
     ),
     "sites": Picture(
         draw_sites,
         "Sites that come and go",
         "As this site saw it: a mark for each round of a fragment in which a site counted, when it landed here. A site"
-        " without marks has died, left, or come too late.",
+        " without marks has died, left, or been late.",
     ),
 }
 """The pictures, by the names of their files."""
 
 
 def pictures_of(run: Run) -> list[str]:
-    """Returns the pictures that tell something of a run; one site knows nothing of how well all of them agree."""
+    """Returns the pictures that show something of a run; one site knows nothing of how well all of them agree."""
     without = "sites" if run.heads[0].about.get("site") is None else "agreement"
     return [name for name in PICTURES if name != without]
 
@@ -687,7 +687,7 @@ def page(title: str, run: Run, verdict: Verdict, pictures: Mapping[str, Mapping[
     described = (
         f"{sum(numel for numel, _ in first.parameters.values()):,} parameters in {len(first.fragments)} fragments ·"
         f" {ranks} · sync_every={settings['sync_every']}, overlap_steps={settings['overlap_steps']},"
-        f" mixing={settings['mixing']}, compression={settings['compression'] or 'a compression of its own'},"
+        f" mixing={settings['mixing']}, compression={settings['compression'] or 'custom'},"
         f" exchange={exchange_of(run) or '-'}"
     )
     steps, sent = max(len(rank.steps) for rank in run.ranks), max(bytes_sent(run).values())

@@ -12,10 +12,10 @@ def schedule(
 
     Args:
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps between the launch of a fragment and its landing.
+        overlap_steps: Inner steps from the launch of a fragment to its landing.
         fragments: Number of fragments.
         first: First inner step of the table.
-        last: Last inner step of the table. By default far enough to show two rounds.
+        last: Last inner step of the table. By default the table shows two rounds.
 
     Examples:
         $ sdiloco schedule --sync-every 20 --overlap-steps 5 --fragments 4

@@ -1,4 +1,4 @@
-"""Runs ``sdiloco status``: who is there, how far each is, and what is waited for, as a table that stays up to date."""
+"""Runs ``sdiloco status``: the sites, how far each is, and what is awaited, as a live table."""
 
 import io
 import json as codec
@@ -19,11 +19,11 @@ _EVERY = 1.0  # seconds between two looks
 
 
 def status(options: HubOptions, json: bool = False) -> str:
-    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; elsewhere once.
+    """Show the sites and fragments of a run: on a terminal as a live table, until Ctrl-C; otherwise once.
 
     Args:
-        options: Which hub, and by whom: a reader, or anybody else who has keys.
-        json: Print JSON in place of a table, once.
+        options: Which hub to ask, and as whom: a reader, or any other role with keys.
+        json: Print JSON once, instead of a table.
 
     Examples:
         $ sdiloco status --hub a.example:29400 --keys reader.bundle

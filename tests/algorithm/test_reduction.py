@@ -182,13 +182,13 @@ def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_a
         more = AllReduce if "TopK" in str(compression) else TwoShotAllReduce
         assert ways == [AllReduce, AllReduce, more, more], compression
     uneven, senders = TwoShot((0.7, 0.3, 0)), TopK(0.1, Float32(), over="senders")
-    unknown = r"=.* is not known. It is one of 'auto', 'gather', 'two_shot'"
+    unknown = r"=.* is unknown. It is one of 'auto', 'gather', 'two_shot'"
     refused: list[tuple[Callable[[], Any], str]] = [
         *((partial(Settings, exchange=one), unknown) for one in ("all_reduce", "two-shot", None, True, 2)),
-        (lambda: TwoShot("fast"), "is not known"),
+        (lambda: TwoShot("fast"), "is unknown"),
         (lambda: TwoShot([1, -1]), "not negative"),
         (lambda: TwoShot(links=[1, 0]), "positive numbers"),
-        (lambda: TwoShot([1, 1], links=[1, 1]), "does not ask for them"),
+        (lambda: TwoShot([1, 1], links=[1, 1]), "does not use it"),
         (lambda: Groups(3, exchange=TwoShot(), **CHOICES), "only a Trainer measures them"),
         (lambda: Groups(3, exchange=TwoShot(links=[1, 1]), **CHOICES), "2 numbers for 3 worker groups"),
         (lambda: Settings(exchange=uneven, compression=senders), "over='senders'"),

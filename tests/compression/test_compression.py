@@ -256,9 +256,9 @@ def test_what_is_no_compression_or_out_of_range_is_refused() -> None:
         (lambda wrong: TopK(0.1, wrong), ("fp4", None, FP4), "is not a compression"),
         (lambda wrong: RandomK(8, wrong), ("fp4",), "is not a compression"),
         (lambda wrong: ErrorFeedback(wrong), ("fp4", None, FP4, ErrorFeedback(FP4())), "nothing to wrap"),
-        (lambda given: Threshold(0.1, FP4(), *given), ((), (3.0, 10)), "needs one threshold"),
-        (lambda over: TopK(0.1, FP4(), over=over), ("all",), "over='all' is not known"),
-        (lambda wrong: TopK(0.1, wrong), (kept,), "chooses by itself"),
+        (lambda given: Threshold(0.1, FP4(), *given), ((), (3.0, 10)), "needs exactly one"),
+        (lambda over: TopK(0.1, FP4(), over=over), ("all",), "over='all' is unknown"),
+        (lambda wrong: TopK(0.1, wrong), (kept,), "chooses itself"),
         (lambda wrong: RandomK(4, wrong), (kept,), "keeps a threshold for each place"),
     ]
     for make, wrong, told in refused:

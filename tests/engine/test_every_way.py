@@ -208,7 +208,7 @@ def test_a_warmup_of_another_number_of_steps(caplog: pytest.LogCaptureFixture) -
     first = Groups(**SHORT)
     for stop in (1, 12):
         first.until(stop)
-        refused = rf"warmup_steps=20 .* no warm-up.* inner step {stop}\b.*Leave warmup_steps out"
+        refused = rf"warmup_steps=20 .* without a warm-up.* inner step {stop}\b.*Leave warmup_steps out"
         with pytest.raises(ValueError, match=refused):
             resumed(first.saved(), warmup_steps=20)
     resumed(Groups(**SHORT).saved(), warmup_steps=6)
@@ -260,7 +260,7 @@ def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now
     state = engine.state_dict()
     parts = [{key: value for key, value in state.items() if key != left} for left in ("rank", "settings")]
     found = [
-        ("holds the state of 1 inner optimizers, and there are 0", refusal(StreamingDiLoCo(mlp(), **OWN).load, path)),
+        ("holds the state of 1 inner optimizers, but there are 0", refusal(StreamingDiLoCo(mlp(), **OWN).load, path)),
         ("other settings: sync_every was 4, now it is 5", refusal(trained(0, sync_every=5).load, path)),
         ("schedule was None, now it is Selective", refusal(trained(0, schedule=Selective()).load, path)),
         ("There is no checkpoint", refusal(trained(0).load, tmp_path / "b.ckpt")),
@@ -269,7 +269,7 @@ def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now
     ]
     content["streaming_diloco"] |= {"format": 1, "version": "7.0"}
     torch.save(content, path)
-    other = "written in format 1 by lightning_sdiloco 7.0.* this version reads format 2 alone"
+    other = "written in format 1 by lightning_sdiloco 7.0.* this version reads only format 2"
     found.append((other, refusal(trained(0).load, path)))
     assert [(words, said) for words, said in found if not re.search(words, said)] == []
 
@@ -289,7 +289,7 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
     (layout,), (also, other) = run_ranks(resume, 2)
     assert layout == also
     assert "saved with {'worker_groups': 2, 'group_size': 1}, now there are {'worker_groups': 1" in layout
-    told = "rank 0 of worker group 0 (2 groups of 1), and this process is rank 0 of worker group 1 (2"
+    told = "rank 0 of worker group 0 (2 groups of 1), but this process is rank 0 of worker group 1 (2"
     assert [words for words in (told, "engine.save(path)", "register_for_check") if words not in other] == []
 
 

@@ -247,7 +247,7 @@ def test_a_process_that_does_not_end_after_ctrl_c_is_killed_soon(monkeypatch: py
 # In real trainers: what the other ranks say of one that fails, or that keeps them waiting
 
 TIMEOUT = 2.0  # ranks that start later than this would fail before
-GONE = "Rank 0, which keeps word of which rank failed first, has ended. Its output names the cause."
+GONE = "Rank 0, which records which rank failed first, has ended. Its output names the cause."
 
 
 interrupt, pause = partial(signal.raise_signal, signal.SIGINT), partial(time.sleep, 2 * TIMEOUT)
@@ -315,7 +315,7 @@ def test_word_of_an_earlier_run_is_not_that_of_a_later_one_and_a_silent_store_ke
     later[0]._key = later[1]._key = "later"
     error = ExchangeError("worker group 1 went away")
     later[0].leave(error)
-    told = "Rank 0 (worker group 0) has lost contact with another rank, and none has left word of a failure: a process"
+    told = "Rank 0 (worker group 0) has lost contact with another rank, but none has reported a failure: a process"
     assert sys.version_info < (3, 11) or error.__notes__[0].startswith(told)
 
     error, started = ExchangeError("worker group 0 went away"), time.monotonic()

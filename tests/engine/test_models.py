@@ -96,13 +96,13 @@ def test_gradients_that_are_averaged_over_all_groups_are_refused_on_every_rank()
         groups, part = WorkerGroups(2), nn.Sequential(DistributedDataParallel(mlp()), nn.Linear(3, 3))
         own, whole = "2 and 3" if rank > 1 else "0 and 1", DistributedDataParallel(mlp())
         told = refusal(StreamingDiLoCo, whole, worker_groups=2)
-        assert f"over ranks 0, 1, 2 and 3, and the worker group of this rank is ranks {own}" in told
+        assert f"over ranks 0, 1, 2 and 3, but this rank's worker group is ranks {own}" in told
         assert "process_group=WorkerGroups(2).process_group" in told
         assert refusal(StreamingDiLoCo, torch.compile(whole), worker_groups=2) == told
         assert refusal(StreamingDiLoCo, part, worker_groups=2).startswith("The module '0' of the model")
         assert groups.topology.ranks == range(2 * groups.group_index, 2 * groups.group_index + 2)
         model = DistributedDataParallel(mlp(rank), process_group=groups.process_group)
-        told = f"over ranks {own}, and the worker group of this rank is ranks 0, 1,"
+        told = f"over ranks {own}, but this rank's worker group is ranks 0, 1,"
         assert told in refusal(StreamingDiLoCo, model, worker_groups=1)
         engine = StreamingDiLoCo(model, worker_groups=groups)
         assert engine.topology is groups.topology

@@ -218,35 +218,38 @@ KEPT = Threshold(1 / 16, Int2(), every=3)
 TWO_SHOT = {"exchange": "two_shot"}
 SCHEDULE = "^outer_optimizer.lr_schedule .*"
 CHOICES: list[tuple[dict[str, Any], str]] = [
-    ({"schedule": 3}, "schedule=3 is no LaunchSchedule"),
-    ({"weighing": "by_norm"}, "weighing='by_norm' is no Weighing"),
+    ({"schedule": 3}, "schedule=3 is not a LaunchSchedule"),
+    ({"weighing": "by_norm"}, "weighing='by_norm' is not a Weighing"),
     ({"schedule": NoDataclass()}, "frozen dataclass"),
     ({"weighing": ByNorm(), **CLIP}, "together with clip_norm"),
     ({"weighing": ZScore(), **GUARD}, "together with outlier_guard"),
     (scheduled(ReduceLROnPlateau), SCHEDULE + "made a ReduceLROnPlateau, which needs a metric"),
-    (scheduled(partial(Halving, step_size=3)), SCHEDULE + "a Halving, which cannot be stepped by the count .*: tell"),
-    (scheduled(lambda optimizer: 0.5), SCHEDULE + "made a float, which is no torch.optim.lr_scheduler.LRScheduler"),
+    (
+        scheduled(partial(Halving, step_size=3)),
+        SCHEDULE + "a Halving, which cannot be stepped by counting rounds: tell",
+    ),
+    (scheduled(lambda optimizer: 0.5), SCHEDULE + "made a float, which is not a torch.optim.lr_scheduler.LRScheduler"),
     (scheduled(lambda _: StepLR(SGD([torch.zeros(1)], lr=0.1), 3)), SCHEDULE + "a StepLR, which schedules another opt"),
     (scheduled(CosineAnnealingLR), SCHEDULE + "could not make a scheduler .*T_max.*functools.partial"),
     (scheduled(lambda _: {}["rounds"]), SCHEDULE + "could not make a scheduler of the outer optimizer: 'rounds'"),
     ({"compression": ByLink(), **TWO_SHOT}, "exchange='two_shot' was given with compression=ByLink.*differ in length"),
-    ({"compression": ByLink(["fp5"])}, "compression='fp5' is not known"),
-    ({"compression": ByLink(["fp4", "threshold"])}, "lengths that are not known beforehand"),
+    ({"compression": ByLink(["fp5"])}, "compression='fp5' is unknown"),
+    ({"compression": ByLink(["fp4", "threshold"])}, "payloads of varying length"),
     ({"compression": ErrorFeedback(KEPT), **TWO_SHOT}, "exchange='two_shot' was given with compression=ErrorFeedback"),
     ({"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders")), **TWO_SHOT}, "'two_shot' .*=ErrorFeedback"),
 ]
 FOR_ROUTES: list[tuple[dict[str, Any], str]] = [
-    ({"route": 3}, "route=3 is no Route"),
+    ({"route": 3}, "route=3 is not a Route"),
     ({"route": Halves()}, "frozen dataclass"),
-    (TWO_SHOT, "exchange='two_shot' does not go with route"),
-    ({"schedule": Selective()}, "schedule=.* does not go with route"),
-    ({"weighing": ByNorm()}, "weighing=.* does not go with route"),
-    (GUARD, "outlier_guard=5.0 does not go with route"),
-    (CLIP, "clip_norm=5.0 does not go with route"),
+    (TWO_SHOT, "exchange='two_shot' does not work with route"),
+    ({"schedule": Selective()}, "schedule=.* does not work with route"),
+    ({"weighing": ByNorm()}, "weighing=.* does not work with route"),
+    (GUARD, "outlier_guard=5.0 does not work with route"),
+    (CLIP, "clip_norm=5.0 does not work with route"),
     ({"compression": "fp4"}, "loses"),
     ({"compression": "sparse"}, "must send each other the same values"),
-    ({"route": Ring(), "outer_lr": 0.4}, "momentum takes the place of an outer step"),
-    ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, and there are 5"),
+    ({"route": Ring(), "outer_lr": 0.4}, "momentum replaces the outer step"),
+    ({"route": FastestPairs(speeds=(1, 2, 3))}, "speeds of 3 groups, but there are 5"),
 ]
 FOR_SITES: dict[str, list[Any]] = {"schedule": [Selective(), Rarer()], "mixing": [Carry(), DelayCompensation()]}
 FOR_SITES |= {"weighing": [ByNorm(), ZScore(), ByMedian(), Loudest()]}
@@ -267,14 +270,14 @@ def test_what_cannot_be_or_does_not_go_together_is_refused_by_name() -> None:
     for name, every in FOR_SITES.items():
         for one in every:
             said = refusal(StreamingDiLoCo, mlp(), federation=federation, **{"compression": "fp32", name: one})
-            found.append((f"{name}=.* does not go with a federation", said))
+            found.append((f"{name}=.* does not work with a federation", said))
     for make, name, value in ALONE:
         found.append((re.escape(f"{name}=") if make is not FastestPairs else name, refusal(make, **{name: value})))
-    found.append(("lengths that are not known beforehand", refusal(ByLink, [KEPT])))
+    found.append(("payloads of varying length", refusal(ByLink, [KEPT])))
     auto = refusal(StreamingDiLoCoStrategy, route=RandomPairs(), sync_every="auto", compression="fp32")
-    found.append(("route=.* does not go with sync_every='auto'", auto))
+    found.append(("route=.* does not work with sync_every='auto'", auto))
     auto = refusal(StreamingDiLoCoStrategy, schedule=Selective(), overlap_steps="auto")
-    found.append(("schedule=Selective.* does not go with overlap_steps='auto'", auto))
+    found.append(("schedule=Selective.* does not work with overlap_steps='auto'", auto))
     topology = Topology()
     topology.exchange.learns_sizes = False
     for code in (ByLink(), "threshold+memory"):
@@ -558,7 +561,7 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
         assert len(told) == is_bad, choices
         suits = recommended(is_sparse=True)._replace(**({"outer_lr": 1.0} if choices.get("compression") else {}))
         for message in told:
-            assert f"chooses outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
+            assert f"to get outer_lr={suits.outer_lr:g} and outer_momentum={suits.outer_momentum:g}" in message
 
 
 def test_numbers_mean_what_they_say_the_rest_is_chosen_and_a_checkpoint_has_the_last_word(tmp_path: Path) -> None:

@@ -370,5 +370,5 @@ def test_fragments_may_have_rates_of_their_own_and_a_schedule_that_ends_before_t
     rates = [[landing.outer_lr for landing in outer.step(torch.ones(3), torch.ones(3))[1]] for _ in range(3)]
     assert rates == [[0.1, 0.2], [0.05, 0.1], [0.025, 0.05]]
     ended = OuterOptimizer(lr_schedule=partial(OneCycleLR, max_lr=0.7, total_steps=3))
-    with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as the training has"):
+    with pytest.raises(ValueError, match=r"no rate for round 4, counted from 0: .* as many rounds as you train"):
         Groups(inner="sgd", sync_every=8, fragments=LAYERS, overlap_steps=3, outer_optimizer=ended).until(48)

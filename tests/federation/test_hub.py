@@ -60,7 +60,7 @@ def test_a_founded_run_outlives_deaths_evictions_and_a_rollback(world: World, ca
     joiner = world.join("c", seed=5)
     world.run(lambda: joiner.counted >= 2)
     assert joiner.states == ["a"]
-    assert [caplog.messages.count(word) for word in ("b has joined", "b has gone", "c has joined")] == [1, 1, 1]
+    assert [caplog.messages.count(word) for word in ("b has joined", "b has left", "c has joined")] == [1, 1, 1]
     require_agreement(world.sites.values())
     status = world.status()
     assert [status["sites"][name]["state"] for name in "ab"] == ["follows", "gone"]
@@ -120,15 +120,15 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) 
         (lambda: stranger.send(b"bytes", {"kind": "other"}), "a blob is a run config"),
         (lambda: stranger.send(b"{}", {"kind": "run_config"}), "runconfig lacks"),
         (lambda: stranger.call("contribute", {}, b"{}"), "contribution lacks"),
-        (lambda: stranger.call("contribute", {}, b"\xff" * 99), "no JSON"),
+        (lambda: stranger.call("contribute", {}, b"\xff" * 99), "not JSON"),
         (lambda: stranger.call("skip", {}, b"[]"), "not an object"),
-        (lambda: stranger.call("state", {"without": 3}), "without is no list"),
+        (lambda: stranger.call("state", {"without": 3}), "without is not a list"),
         (lambda: stranger.call("give", {"parts": []}, b"{}"), "stateheader lacks"),
         # Nor what another one says: its hello, its heartbeat, its contribution.
-        (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks for itself"),
-        (lambda: posing.call("hello", {"hello": hello}), "site 'c' speaks for itself"),
-        (lambda: list(posing.events(lambda: {"hello": own}, lambda: beats)), "site 'c' speaks for itself"),
-        (lambda: posing.call("contribute", {}, sent.to_bytes()), "site 'c' speaks for itself"),
+        (lambda: next(posing.events(lambda: {"hello": hello})), "site 'c' speaks only for itself"),
+        (lambda: posing.call("hello", {"hello": hello}), "site 'c' speaks only for itself"),
+        (lambda: list(posing.events(lambda: {"hello": own}, lambda: beats)), "site 'c' speaks only for itself"),
+        (lambda: posing.call("contribute", {}, sent.to_bytes()), "site 'c' speaks only for itself"),
     ):
         with pytest.raises(Refused, match=words):
             say()
@@ -147,7 +147,7 @@ def test_what_a_member_may_not_say_is_refused_and_the_run_goes_on(world: World) 
         connection.close()
     # A name in use: it waits for as long as a process that died could be in its way.
     second = world.connect("a")
-    with pytest.raises(Refused, match="in use by a living process"):
+    with pytest.raises(Refused, match="in use by a running process"):
         second.agree(run_config(TERMS))
     second.hello(Follower(TERMS, run_config(TERMS).key, "a", second.incarnation))
     assert second.wait(20)
@@ -501,7 +501,7 @@ def test_a_contribution_of_several_ranks_counts_when_the_payload_of_every_rank_i
     rates = [one.sends_bytes_per_s for one in (first, *others)]
     assert min(rates[:2]) > 0 == rates[2]
     world.service.close()
-    with pytest.raises(ExchangeError, match="Every rank of a site speaks with the hub itself"):
+    with pytest.raises(ExchangeError, match="Each rank of a site calls the hub itself"):
         world.connect("a").reach(seconds=0.0)
 
 

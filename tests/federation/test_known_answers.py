@@ -136,7 +136,7 @@ def test_a_contribution_is_taken_once_and_late_afterwards_and_a_call_may_be_skip
     made.skip("b", incarnation(), Call(0, 1), 1.1)
     assert close(made, 1.1) == ["a"]
     assert offer(made, own("b")) == [Answer.LATE]
-    with pytest.raises(Refused, match="rests on records that are not here"):
+    with pytest.raises(Refused, match="builds on records that are not here"):
         offer(made, own("a", round=3))
     with pytest.raises(Refused, match="another history"):
         made.contribute(replace(own("a", 2), previous="11" * 32), incarnation(), 1.0)
@@ -173,7 +173,7 @@ def test_a_tie_that_lasts_and_values_that_are_not_finite_are_errors_and_who_is_e
 
 def test_a_name_is_in_use_as_long_as_its_process_lives_and_hears_what_it_has_launched() -> None:
     made = ledger("a")
-    with pytest.raises(Refused, match="in use by a living process"):
+    with pytest.raises(Refused, match="in use by a running process"):
         come(made, "a", now=5.0, born=2)
     made.leave("a", incarnation(1))
     come(made, "a", now=5.0, born=2)
@@ -385,7 +385,7 @@ def test_a_quorum_stands_in_the_run_config_with_its_arguments_or_is_refused() ->
     for quorum, words in (
         (lambda: 0, "quorum=0 is out of range: it must be at least 1"),
         (lambda: 0.5, "neither a number of sites nor a Quorum"),
-        (WithATensor, "arguments that cannot stand in the run config"),
+        (WithATensor, "arguments that do not fit into the run config"),
         (made, "of a class that the hub cannot import: __main__.Made"),
         (lambda: DynamicBackup(1.5), r"least=1\.5 is out of range"),
     ):
@@ -399,12 +399,16 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
     careful, allowed = (Coordinator("run", hub.journal, hub.store, 1, find_quorum=find) for find in (built_in, named))
     for quorum, words in (
         (CORE, r"tests\.own_quorum\.Core\(core=\['a', 'b'\]\).* sdiloco hub --quorum tests"),
-        (replace(CORE, class_path="os.system"), "cannot be had here"),
+        (replace(CORE, class_path="os.system"), "is not available here"),
         (ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": 2.0}), "least=2.0 is out of range"),
     ):
         with pytest.raises(Refused, match=words):
             careful.agree("a", run_config_of(quorum))
-    for path, words in (("nowhere.Core", "cannot be imported"), ("Core", "dotted"), ("json.JSONDecoder", "no Quorum")):
+    for path, words in (
+        ("nowhere.Core", "cannot be imported"),
+        ("Core", "dotted"),
+        ("json.JSONDecoder", "not a Quorum"),
+    ):
         with pytest.raises(ValueError, match=words):
             imported(path)
     backup, core = DynamicBackup(), Core(["a", "b"])
@@ -412,7 +416,7 @@ def test_a_hub_imports_no_quorum_that_its_operator_has_not_named_and_starts_with
         assert own.agree("a", run_config_of(quorum)) == run_config_of(quorum)
         hub.journal.note({"run_config": run_config_of(quorum).to_bytes()})
         assert Coordinator("run", hub.journal, hub.store, find_quorum=own._find_quorum).ledger.quorum == made
-    with pytest.raises(ValueError, match="cannot be had here"):
+    with pytest.raises(ValueError, match="is not available here"):
         Coordinator("run", hub.journal, hub.store)
 
 
@@ -455,7 +459,7 @@ def test_wrong_values_are_found_at_the_launch_at_the_landing_and_in_a_checkpoint
     assert made.land(wrong, DIGEST, 9) is MergeAction.REFUSE
     assert (made.wants_state, made.fragments[0].applied.round) == (True, 0)
     made.found([DIGEST])
-    with pytest.raises(AgreementError, match="cannot be made again"):
+    with pytest.raises(AgreementError, match="cannot be restored"):
         made.land(wrong, DIGEST, 9)
 
 
@@ -497,7 +501,7 @@ def test_a_hub_that_knows_less_or_something_else_is_refused_and_records_come_in_
         made.learn(each)
         made.land(each, DIGEST, DIGEST)
     made.welcome(Welcome((RECORDS[2].position,), (1,)))
-    with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, and a has applied 3"):
+    with pytest.raises(AgreementError, match="knows 2 rounds of fragment 0, but a has applied 3"):
         made.welcome(Welcome((RECORDS[1].position,), (1,)))
     with pytest.raises(AgreementError, match="histories have parted"):
         made.welcome(Welcome((replace(RECORDS[2], final=True).position,), (1,)))
@@ -530,8 +534,8 @@ def test_a_state_is_verified_against_the_records() -> None:
         made.learn(each)
     for offered, came, why in (
         (snapshot(*RECORDS[:10]), 8, "damaged"),
-        (snapshot(*RECORDS[:10], digest=8), 8, "not what the others hold"),
-        (snapshot(*RECORDS[:3]), DIGEST, "what follows is gone"),
+        (snapshot(*RECORDS[:10], digest=8), 8, "differs from the others'"),
+        (snapshot(*RECORDS[:3]), DIGEST, "later records are gone"),
         (StateHeader((Position(10, RUN_CONFIG),), (DIGEST,)), DIGEST, "another history"),
     ):
         with pytest.raises(Refused, match=why):

@@ -119,7 +119,7 @@ def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
     for choices, told in (
         ({"compression": "int8"}, "a hub reads 'fp4' and 'fp32'"),
         ({"mean": "others"}, "it must be 'sites' or 'hub'"),
-        ({"outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "clip_norm=1 does not go with mean='hub'"),
+        ({"outer_optimizer": OuterOptimizer(clip_norm=1.0)}, "clip_norm=1 does not work with mean='hub'"),
     ):
         with pytest.raises(ValueError, match=told):
             Site(VirtualHub(1), 0, **{**CHOICES, **choices})
@@ -127,7 +127,7 @@ def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
     own = sites[0].fragments[0].flight.own
     blob = np.zeros(7, np.uint8).tobytes()
     sites[0].hub.store.put(blob)
-    with pytest.raises(Refused, match="payloads of other sizes"):
+    with pytest.raises(Refused, match="do not have the sizes"):
         sites[0].hub.coordinator._require_size(replace(own, payloads=(Payload(key_of(blob), 7),)))
     sharded = patch.object(config, "ShardedLayout", WholeLayout)
     with sharded, pytest.raises(ValueError, match="sharded over the ranks"):

@@ -144,7 +144,7 @@ def test_another_run_config_is_refused_with_what_differs_but_for_another_patch_o
         assert other.key != RUN_CONFIG.key
         with pytest.raises(ValueError, match=re.escape(named)):
             other.require_same(RUN_CONFIG)
-    with pytest.raises(ValueError, match=r"fragments\[1\] does not name its parameters once each"):
+    with pytest.raises(ValueError, match=r"fragments\[1\] must name its parameters once each"):
         replace(RUN_CONFIG, fragments=((), (("w", "(2,)"), ("w", "(2,)"))))
     # Another patch of a version joins where its arithmetic agrees.
     ours = {"lightning-sdiloco": "0.1.0"}

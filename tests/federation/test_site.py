@@ -411,7 +411,7 @@ def test_a_site_says_what_it_waits_for_and_that_its_hub_has_gone_and_is_back(cap
     assert caplog.messages[0] == "the disk is full"
     trains_on = [f"Site s{i} trains on while no rounds close: the disk is full" for i in (0, 1)]
     assert sorted(caplog.messages[1:3]) == trains_on
-    assert caplog.messages[3] == "what kept rounds from closing is over: the disk is full"
+    assert caplog.messages[3] == "rounds can close again; what kept them from it is over: the disk is full"
     assert caplog.messages[4:] == ["Rounds close again."] * 2
 
 
@@ -492,7 +492,7 @@ def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
     sound = [loss(seed, faulty=False) for seed in range(5)]
     assert "was left out" not in caplog.text
     assert loss(0, faulty=True) == pytest.approx(fmean(sound), abs=3 * stdev(sound))
-    assert f"What this site contributed to round {100 // 8 + 1} of fragment 0 was left out" in caplog.text
+    assert f"This site's contribution to round {100 // 8 + 1} of fragment 0 was left out" in caplog.text
 
 
 def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
@@ -503,7 +503,7 @@ def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
             become_a_constant(sites[2])
             train(sites, 1)
 
-    with pytest.raises(AgreementError, match="was left out 3 times in a row"):
+    with pytest.raises(AgreementError, match="were left out 3 times in a row"):
         goes_on()
     others = sites[:2]
     sites[2].die()
@@ -593,7 +593,7 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.Log
     for rank in (rank for site in sites for rank in site):
         assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].buffers.outer)
         assert rank.model[1].running_var.isfinite().all()
-    assert "left out of the mean, and the outer ones take their place: '1.running_var' of site 's1'." in caplog.text
+    assert "left out of the mean and get the outer values: '1.running_var' of site 's1'." in caplog.text
 
 
 def test_ranks_share_what_their_site_sends_and_fetches() -> None:
@@ -789,19 +789,19 @@ def test_a_federation_refuses_when_it_is_made_what_is_out_of_range_or_cannot_lea
         ({"patience": timedelta(hours=1)}, "is of type timedelta, not a number: it must be at least 0"),
         ({"rounds": 2.0}, "rounds=2.0 is of type float, not a whole number: it must be a whole number of at least 1"),
         ({"hub": Path("/mnt/run")}, "is of type PosixPath, not a string: give one"),
-        ({"hub": "a.example"}, "hub='a.example' is no address: give one with a port, such as a.example:29400"),
-        ({"hub": "a.example:1,b.example"}, "hub='b.example' is no address: give one with a port"),
+        ({"hub": "a.example"}, "hub='a.example' is not an address: give one with a port, such as a.example:29400"),
+        ({"hub": "a.example:1,b.example"}, "hub='b.example' is not an address: give one with a port"),
         ({"hub": "a.example:99999"}, "hub='a.example:99999' has port 99999: a port is a number from 1 to 65535"),
         ({"hub": "a.example:0"}, "hub='a.example:0' has port 0: a port is a number from 1 to 65535"),
-        ({"hub": "a.example:port"}, "hub='a.example:port' is no address"),
-        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder or bucket, and sites meet at a hub: start one"),
+        ({"hub": "a.example:port"}, "hub='a.example:port' is not an address"),
+        ({"hub": "/mnt/run"}, "hub='/mnt/run' is a folder or bucket, but sites meet at a hub: start one"),
         ({"hub": "s3://bucket/run", "sites": 2}, "hub='s3://bucket/run' is a folder or bucket"),
-        ({"sites": 2}, "sites=2 is nothing that a site says: the hub does (sdiloco hub --sites)"),
+        ({"sites": 2}, "sites=2 cannot be set by a site, only by the hub (sdiloco hub --sites)"),
         ({"insecure": False}, "site 'a' needs either keys or insecure=True"),
         ({"keys": "keys.bundle"}, "needs either keys or insecure=True"),
         ({"insecure": False, "keys": "no/such.bundle"}, "There are no keys at no/such.bundle"),
-        ({"insecure": False, "keys": bundle}, "The keys are those of site 'b', and not of 'a'"),
-        ({**of_b, "run": "other"}, "These keys are for run 'run', and not for run='other'"),
+        ({"insecure": False, "keys": bundle}, "The keys belong to site 'b', not to 'a'"),
+        ({**of_b, "run": "other"}, "These keys are for run 'run', not for run='other'"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             Federation(**{"hub": "a.example:1", "run": "run", "site": "a", "insecure": True, **given})

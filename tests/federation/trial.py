@@ -170,7 +170,7 @@ class Site(ScriptedSite, Process):
         """Ends with an error for people; somebody starts it again, without what led to it."""
         self.checkpoints.clear()
         self.die()
-        if "cannot be made again" in str(error):
+        if "cannot be restored" in str(error):
             self.world.operator_rolls_back()
         self.world.after(2.0, self.start)
 
@@ -248,7 +248,7 @@ class Site(ScriptedSite, Process):
 
     def hears(self, event: Told) -> None:
         super().hears(event)
-        if isinstance(event, Waiting) and "nobody has a state" in event.why:
+        if isinstance(event, Waiting) and "no site has a state" in event.why:
             self.finds_nobody()
 
     def finds_nobody(self) -> None:
@@ -385,7 +385,7 @@ class Hub(Process):
         return self.coordinator.ledger
 
     def tell(self, event: Event, to: Any = None) -> None:
-        self.world.judge.counts["nobody has a state"] += b"nobody has a state" in event.body
+        self.world.judge.counts["no site has a state"] += b"no site has a state" in event.body
         for site, incarnation in self.sessions.items():
             if to is None or site in to:
                 self.world.tell(site, incarnation, event)
@@ -700,7 +700,7 @@ class World:
             until = self.now + QUIET
             self.run_until(lambda: self.now > until)
             # Nobody may have a state from which the run can go on, and hub or sites have said so to people.
-            told = self.judge.counts["nobody has a state"]
+            told = self.judge.counts["no site has a state"]
             donor = isinstance(self.hub.ledger.source("nobody", self.now), str)
             if told and not donor and not any(site.alive and site.follower.follows for site in self.sites.values()):
                 self.judge.counts["the run waits for an operator"] += 1

@@ -109,7 +109,7 @@ def test_the_workers_of_a_node_are_a_group_unless_nodes_have_different_numbers(
             try:
                 counted.add(RayStreamingDiLoCoStrategy().num_nodes)
             except ValueError as error:
-                refused += "Give worker_groups a number" in str(error)
+                refused += "Set worker_groups to a number" in str(error)
             assert RayStreamingDiLoCoStrategy(worker_groups=2).num_nodes == 1
             rank += 1
     # One rank that refuses ends them all.

@@ -112,7 +112,7 @@ def test_all_files_and_the_end_of_a_short_fit_are_as_good_as_ddps_and_go_on_with
     mine, theirs = saved(tmp_path / "ours"), saved(tmp_path / "ddp")
     assert list(mine) == list(theirs) == ["last.ckpt", "step=20.ckpt", "step=40.ckpt", "step=60.ckpt"]
     assert {name for name, state in mine.items() if error_of(state) > 1.1 * error_of(theirs[name]) + 1e-3} == set()
-    told = ["Up to inner step" in line for line in said if "validation and checkpoints hold the mean" in line]
+    told = ["Until every fragment" in line for line in said if "validation and checkpoints use the mean" in line]
     assert told == [True] * (rank == 0)
     # A restart took the outer parameters that nobody had trained.
     four = fits.strategy(worker_groups=4)
@@ -162,8 +162,8 @@ def test_a_signal_leaves_no_time_for_an_exchange(rank: int, tmp_path: Path) -> N
     said = said_by("lightning_sdiloco")
     local = run()
     if rank == 0:
-        assert len([line for line in said if "local values of this group" in line]) == 1
-        assert not [line for line in said if "these exchange all fragments" in line]
+        assert len([line for line in said if "this group's local values" in line]) == 1
+        assert not [line for line in said if "which they exchange in float32" in line]
     path = tmp_path / f"terminated-step={len(local)}.ckpt"
     file = torch.load(path, weights_only=True)
     assert same(file["state_dict"], local[-1]) == (rank == 0)
@@ -192,7 +192,7 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
         return
     alone, told, failed = seen
     assert same(alone, told)
-    assert [line for line in said if "local values of this group" in line]
+    assert [line for line in said if "this group's local values" in line]
     engine = torch.load(tmp_path / "on_exception.ckpt.sdiloco/exception/rank_00001.pt", weights_only=True)["engine"]
     names = [name for fragment in engine["fragments"] for name in fragment["names"]]
     assert same(dict(zip(names, engine["local"], strict=True)), failed)
@@ -256,7 +256,7 @@ def test_a_loop_of_fabric_that_never_finishes_saves_what_it_has_trained(rank: in
     assert same(file["landed"], fabric.strategy.outer_state_dict())
     if rank == 0:
         assert ["holds the mean of the worker groups" in line for line in told] == [True, True, False]
-        assert "Before you save the last one call fabric.strategy.finish()" in told[2]
+        assert "Before you save the last checkpoint, call fabric.strategy.finish()" in told[2]
 
 
 # Validation

@@ -56,7 +56,7 @@ def test_ranks_meet_and_what_cannot_be_reached_is_named_on_all_of_them(rank: int
     if rank == 1:
         os.environ["SDILOCO_EXCHANGE_INTERFACE"] = "no-such"
     deaf = refusal(require_reachable, case("deaf"), rank, exchange_address, loopback)
-    no_interface = "SDILOCO_EXCHANGE_INTERFACE='no-such' is no interface"
+    no_interface = "SDILOCO_EXCHANGE_INTERFACE='no-such' is not an interface"
     for words in ("1 ranks cannot listen", "rank 1 on", no_interface, "lo (127.0.0.1)"):
         assert words in deaf
     if rank != 2:
@@ -73,13 +73,13 @@ def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_t
     for program in ("silent", "closing"):
         with listening(program) as port:
             told = refusal(wait_for_store, "127.0.0.1", port, 1, HOUR, patience=0.2)
-            assert f"127.0.0.1:{port} answers, but is no torch TCPStore (it says nothing)" in told
+            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore (it says nothing)" in told
     for use_libuv in (True, False):
         with socket.socket() as closed:
             closed.bind(("127.0.0.1", 0))
             port = closed.getsockname()[1]
             told = refusal(wait_for_store, "127.0.0.1", port, 1, timedelta(seconds=0.2), patience=0.1)
-            assert "nobody listened there within 0.2 s" in told
+            assert "nothing listened there within 0.2 s" in told
         choices = {"is_master": True, "timeout": HOUR, "wait_for_workers": False, "use_libuv": use_libuv}
         with ThreadPoolExecutor(1) as pool:
             store = pool.submit(lambda: time.sleep(0.3) or TCPStore("127.0.0.1", port, **choices))  # noqa: B023
@@ -89,14 +89,14 @@ def test_a_store_is_waited_for_and_an_address_without_one_given_up_long_before_t
 
 def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_SECONDS_PER_ATTEMPT", 0.5)
-    another = "is no torch TCPStore (it says {}): another program listens there"
+    another = "is not a torch TCPStore (it says {}): another program listens there"
     http, ssh = another.format("'<!DOCTYPE HTML>'"), another.format("'SSH-2.0-OpenSSH_9.6'")
     for program, rank, words in (
         ("http", 0, http),
         ("http", 1, http),
         ("ssh", 0, ssh),
         ("ssh", 1, ssh),
-        ("silent", 0, "answers, but is no torch TCPStore (it says nothing)"),
+        ("silent", 0, "answers, but is not a torch TCPStore (it says nothing)"),
         ("store", 0, "is taken by another training"),
     ):
         with listening(program) as port:
@@ -116,7 +116,7 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth9"
-    assert "GLOO_SOCKET_IFNAME='eth9' is no interface" in refusal(group_address)
+    assert "GLOO_SOCKET_IFNAME='eth9' is not an interface" in refusal(group_address)
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     with for_exchange():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"

@@ -366,7 +366,7 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         ("manifest.json, which is not there", lambda path: (save_folder(path) / "manifest.json").unlink()),
         ("move or copy both", lambda path: shutil.rmtree(f"{path}.sdiloco")),
         ("is not what was saved", alter),
-        ("which is not there. The folder", of_another_checkpoint),
+        ("which is missing. The folder", of_another_checkpoint),
     ]
     lr, momentum = recommended().outer_lr, recommended().outer_momentum
     outer = OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)
@@ -402,7 +402,7 @@ def test_after_an_exception_ranks_keep_their_own_state_and_no_rank_waits(rank: i
         kept = tmp_path / f"{name}.ckpt.sdiloco" / "exception" / "rank_00003.pt"
         assert torch.load(kept, weights_only=True)["engine"]["counts"]["inner_steps"] == 14
         assert not (kept.parent / "manifest.json").exists()
-        assert "which cannot be resumed" in "".join(said)
+        assert "It cannot be resumed" in "".join(said)
         assert f"Resume from {tmp_path}/last.ckpt." in "".join(said)
 
 

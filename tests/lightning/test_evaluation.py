@@ -93,7 +93,7 @@ def test_validation_changes_nothing_and_agrees_everywhere(rank: int, distributio
 
 @in_ranks(2)
 def test_evaluate_local_validates_groups_and_saves_outer_models(rank: int, distribution: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"evaluate='inner' is not known: .*Choose one of them"):
+    with pytest.raises(ValueError, match=r"evaluate='inner' is unknown: .*Choose one of them"):
         fits.strategy(distribution, evaluate="inner")
     local: list[dict[str, Tensor]] = []
     outer: list[dict[str, Tensor]] = []
@@ -353,10 +353,10 @@ def test_callbacks_that_cannot_work_are_refused(rank: int) -> None:
     callbacks = importlib.import_module(LIGHTNING).callbacks
     spikes = importlib.import_module(f"{LIGHTNING}.callbacks.spike").SpikeDetection
     refused: list[tuple[str, list[Any], dict[str, Any]]] = [
-        ("several callbacks that average weights", [averaging(), callbacks.WeightAveraging()], {}),
+        ("Several callbacks average weights", [averaging(), callbacks.WeightAveraging()], {}),
         ("StochasticWeightAveraging, EMAWeightAveraging", [stochastic(), averaging()], {}),
-        ("StochasticWeightAveraging is used with a model that has BatchNorm", [stochastic()], {}),
-        ("ModelPruning chooses what to prune from the local", [callbacks.ModelPruning("l1_unstructured")], {}),
+        ("StochasticWeightAveraging does not work with a model that has BatchNorm", [stochastic()], {}),
+        ("ModelPruning prunes by the local", [callbacks.ModelPruning("l1_unstructured")], {}),
         ("SpikeDetection asks all ranks after every batch", [spikes()], {}),
         ("val_check_interval is a time, 600 s: ", [], {"val_check_interval": "00:00:10:00"}),
     ]

@@ -34,7 +34,7 @@ def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
     choices += [("exchange", "two_shot"), ("exchange", "auto:nccl"), ("warmup_steps", 10), ("evaluate", "mean")]
     for name, value in (*choices, ("resume", "restart"), ("worker_groups", 2)):
         told = refusal(StreamingDiLoCoStrategy, federation=federation, **{name: value})
-        assert f"{name}={value!r} does not go with a federation" in told
+        assert f"{name}={value!r} does not work with a federation" in told
 
 
 def test_a_federation_is_given_in_yaml_by_its_class_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,13 +182,13 @@ def test_however_a_training_ends_no_process_is_left(start_method: str, end: str,
             (os.killpg if end == "Ctrl-C" else os.kill)(main.pid, number)
     told = (tmp_path / "stderr").read_text()
     saved = [str(path) for path in tmp_path.rglob("terminated-step=*.ckpt")]
-    ways_on = re.findall(r"To go on from there: trainer.fit\(..., ckpt_path='(.*)'\)", told)
+    ways_on = re.findall(r"To continue from there: trainer.fit\(..., ckpt_path='(.*)'\)", told)
     assert (len(saved), ways_on) == (end == "SIGTERM", saved)
     assert end == "SIGTERM" or main.exitcode != 0
     if "exception" in end:
         assert "ArithmeticError: boom" in told
         # By us, by Lightning, which watches the processes that it started, or by multiprocessing.
-        named = r"Rank 1 .*failed first|rank: 1\]|Process 1 terminated|Rank 0, which keeps word"
+        named = r"Rank 1 .*failed first|rank: 1\]|Process 1 terminated|Rank 0, which records"
         assert re.search(named, told)
 
 
@@ -392,7 +392,7 @@ def test_a_job_that_slurm_requeues_goes_on_as_if_nothing_had_happened(rank: int,
 @in_ranks(2)
 def test_a_signal_that_would_wait_long_is_warned_of_and_outside_a_fit_hangs_no_rank(rank: int, tmp_path: Path) -> None:
     # Launches are two steps apart, and land five steps later. Only the first steps are measured.
-    told = r"up to 7 inner steps, which take about 70 s \(10 s each\)"
+    told = r"up to 7 inner steps, about 70 s \(10 s each\)"
     said = said_by("lightning_sdiloco.lightning.monitor")
     for step_seconds, in_slurm, enough in (
         (0.1, True, ""),
@@ -467,7 +467,7 @@ def test_numbers_that_an_environment_refuses_are_refused() -> None:
         return refusal(fits.trainer(strategy=fits.strategy(), devices=1).fit, fits.module(), batches)
 
     for told in run_ranks(run, 2):
-        assert re.search("2 processes are connected, .* and the worker groups are made for 1", told)
+        assert re.search("2 processes are connected .* but the worker groups are made for 1", told)
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:

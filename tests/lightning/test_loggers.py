@@ -187,5 +187,5 @@ def test_a_report_that_cannot_be_attached_leaves_the_run_as_it_is() -> None:
     monitor._report = lambda folder: ""  # type: ignore[method-assign]
     monitor._attach(logger)
     assert said == [
-        "The report is no artifact of the run of WandbLogger: the server is away. `sdiloco report runs` makes it."
+        "The report is not an artifact of the run of WandbLogger: the server is away. `sdiloco report runs` makes it."
     ]

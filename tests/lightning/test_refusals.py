@@ -87,17 +87,18 @@ OF_ANOTHER_TYPE: Table = [
             (None, "of type NoneType, not a number"),
             (INFINITE, "not finite"),
             (NAN, "not finite"),
-            *((2.5, "no whole number"), (8.0, "of type float, not a whole number")) * name.endswith(("every", "steps")),
+            *((2.5, "not a whole number"), (8.0, "of type float, not a whole number"))
+            * name.endswith(("every", "steps")),
         )
     ),
     ({"worker_groups": "4"}, f"^worker_groups='4' is of type str, not a number: {WHOLE[:27]}"),
     ({"worker_groups": 2.0}, f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}"),
     ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
-    ({"timeout": 30}, "Choose another timeout; datetime.timedelta(seconds=30) is so many seconds."),
+    ({"timeout": 30}, "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds."),
     ({"warmup_steps": -1}, "^warmup_steps=-1 is out of range: it must be a whole number of at least 0"),
     ({"compression": FP4}, "compression=<class ... not the class itself"),
     ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, f"of type SGD is already an optimizer ... {OPTIMIZER}"),
-    ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is nothing that can be called ... {OPTIMIZER}"),
+    ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
         {"outer_optimizer": partial(torch.optim.SGD, lr=0.1), "outer_lr": 0.5, "outer_momentum": 0.5},
         "outer_optimizer was given together with outer_lr=0.5 and outer_momentum=0.5. ... replaces ... "
@@ -168,20 +169,20 @@ WERE: Table = [
     ({"outer_clip_norm": 1.0}, "outer_clip_norm=1.0 belongs to outer_optimizer: give OuterOptimizer(clip_norm=1.0)"),
     ({"outlier_guard": 5.0}, "give OuterOptimizer(outlier_guard=5.0)"),
     ({"offload": False}, "give OuterOptimizer(offload=False)"),
-    ({"final_sync": False}, "final_sync=False is no choice: training always ends with the plain mean"),
+    ({"final_sync": False}, "final_sync=False is not an argument: training always ends with the plain mean"),
     ({"exchange_backend": "nccl"}, "give exchange='auto:nccl', 'gather:nccl' or 'two_shot:nccl'"),
-    ({"exchange_backend": None, "outer_clip_norm": None}, "outer_clip_norm=None is no argument: leave it out."),
+    ({"exchange_backend": None, "outer_clip_norm": None}, "outer_clip_norm=None is not an argument: leave it out."),
     ({"H": 50}, "H=50 is called sync_every here."),
     ({"tau": 5}, "tau=5 is called overlap_steps here."),
     ({"alpha": 0.5}, "alpha=0.5 is called mixing here."),
     ({"num_fragments": 4}, "num_fragments=4 is called fragments here."),
     ({"outer_learning_rate": 0.7}, "outer_learning_rate=0.7 is called outer_lr here."),
     *(
-        ({name: 3}, f"{name}=3 does not go with worker groups that are launched together: every launch waits for all")
+        ({name: 3}, f"{name}=3 does not work with worker groups that are launched together: every launch waits for all")
         for name in ("quorum", "grace")
     ),
 ]
-NO_ARGUMENT = [("overlap_step", "Did you mean overlap_steps?"), ("nonsense", " lists those that it has.")]
+NO_ARGUMENT = [("overlap_step", "Did you mean overlap_steps?"), ("nonsense", " lists its arguments.")]
 
 
 def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_with_the_right_name() -> None:
@@ -247,7 +248,7 @@ def sgd(tensors: Iterable[Tensor]) -> Optimizer:
 
 HALVES = "outer_optimizer does not work elementwise ... whole and in two halves ... torch.optim.SGD"
 FLAT = "outer_optimizer could not step flat float32 shards ... one per fragment ... Choose one"
-HELD = " ... must hold every shard ... Pass the shards on"
+HELD = " ... must hold exactly the shards ... Pass them on"
 UNFIT: list[tuple[Make, str]] = [
     *((partial(Changed, change), HALVES) for change in (clip(1.0), clip(30.0), mix)),
     (partial(torch.optim.Adafactor, lr=0.1), HALVES),
@@ -255,7 +256,7 @@ UNFIT: list[tuple[Make, str]] = [
     (list, FLAT),
     (lambda shards: sgd(list(shards)[:-1]), "over 1 tensors that leaves out the shards [1] of 2" + HELD),
     (lambda shards: sgd([nn.Parameter(own.detach().clone()) for own in shards]), "the shards [0, 1] of 2" + HELD),
-    (lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]), "outer_optimizer ... and nothing else"),
+    (lambda shards: sgd([*shards, nn.Parameter(torch.zeros(3))]), "outer_optimizer ... must hold exactly"),
 ]
 
 

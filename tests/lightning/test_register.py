@@ -84,8 +84,8 @@ def test_a_name_that_is_missing_is_told(
             gone = HostName(place, "_gone")
             patch.setattr(patching, "REGISTER", (*REGISTER, gone))
             told = refusal(look, place, distribution)
-            assert f"worker groups rest on: {gone}. " in told
-            assert f"tried with Lightning {OLDEST} to {NEWEST}. Install one of these" in told
+            assert f"worker groups need: {gone}. " in told
+            assert f"tested with Lightning {OLDEST} to {NEWEST}. Install one of these" in told
     # What is set is there, and has to be seen.
     for entry in (entry for entry in REGISTER if entry.name in patching._SET):
         public, trainer = entry.name.removeprefix("_"), prepared(distribution, entry.place == "ModelParallelStrategy")
@@ -93,7 +93,7 @@ def test_a_name_that_is_missing_is_told(
         kinds = [kind for kind in type(host).__mro__ if patching._is_of_lightning(kind) and public in vars(kind)]
         with monkeypatch.context() as patch:
             patch.setattr(kinds[0], public, None)
-            assert f"worker groups rest on: {entry}" in refusal(look, entry.place, distribution)
+            assert f"worker groups need: {entry}" in refusal(look, entry.place, distribution)
 
 
 @in_ranks(1)
@@ -120,7 +120,7 @@ def test_only_what_is_in_the_register_and_there_is_replaced() -> None:
         told = refusal(patching.wrap, undo, loop, "_save_something", print, kind=AssertionError)
         assert "_save_something is not in the register" in told
         told = refusal(patching.wrap, undo, object(), "setup_data", print)
-        assert "lacks what worker groups rest on: trainer.fit_loop" in told
+        assert "lacks what worker groups need: trainer.fit_loop" in told
         patching.wrap(undo, loop, "setup_data", print)
         patching.wrap(undo, loop, "setup_data", repr)
         assert loop.setup_data.func is repr

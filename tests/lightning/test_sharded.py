@@ -440,7 +440,7 @@ def test_automatic_sizes_are_those_of_a_group() -> None:
     assert shape(3, 1) == (3, 1, 1)
     assert "tensor_parallel_size=0 is out of range" in refusal(shape, 8, 1, tensor_parallel_size=0)
     told = refusal(fits.trainer, strategy=fits.strategy(worker_groups=2, data_parallel_size=3), devices=8)
-    assert "do not fill a worker group, which has 4 ranks" in told
+    assert "do not fill a worker group of 4 ranks" in told
 
 
 @in_ranks(2)

@@ -81,9 +81,7 @@ def test_what_users_read_and_find_after_a_fit(rank: int, distribution: str) -> N
     net.register_buffer("own", torch.full((4,), float(rank)), persistent=False)
     model = fits.module(distribution, net=net, training_step=training_step)
     strategy = fits.strategy(distribution, **{**SHORT, "worker_groups": 2})
-    assert "nothing to read before training: the fragments and the schedule are known" in refusal(
-        everything, kind=RuntimeError
-    )
+    assert "nothing to read yet: fragments and schedule are known" in refusal(everything, kind=RuntimeError)
     trainer = fits.trainer(distribution, strategy=strategy, devices=4, max_epochs=1, callbacks=[Reader()])
     data = TensorDataset(torch.randn(224, 5), torch.randn(224, 3), torch.arange(224))
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
@@ -121,7 +119,7 @@ def test_help_and_command_line_show_every_argument_with_its_description(capsys: 
             parser.parse_args([f"--strategy.help=lightning_sdiloco.{face}.{name}"])
         shown = " ".join(capsys.readouterr().out.split())
         assert [argument for argument in arguments if f"--strategy.{argument} " not in shown] == []
-        assert "Share of the local parameters that is kept on landing" in shown
+        assert "Share of the local parameters kept on landing" in shown
         assert "static_graph" not in shown, "an argument of DistributedDataParallel"
         assert pickle.loads(pickle.dumps(kind(mixing=0.25))).strategy_name.startswith("streaming_diloco")
 
@@ -151,7 +149,7 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         if told and "max_steps" in trained:
             assert told == [
                 "With sync_every=5 only 3 rounds fit into the 16 inner steps of this fit: the worker groups learn"
-                " little from each other, and the loss ends some percent above that of DDP. Choose sync_every=1 and"
+                " little from each other, and the loss ends some percent above DDP's. Choose sync_every=1 and"
                 " overlap_steps=0 for 10 rounds."
             ]
 
@@ -162,6 +160,6 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         (told,) = said
         schedules = {every: Schedule(every, min(overlap, every // 4), fragments) for every in range(1, 100)}
         enough = [every for every, schedule in schedules.items() if rounds(schedule, steps) >= 10]
-        advice = told.partition(" of DDP. ")[2]
-        many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds it needs more inner steps"
+        advice = told.partition(" DDP's. ")[2]
+        many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds train for more inner steps"
         assert advice.startswith(many)

@@ -217,7 +217,7 @@ class Case:
 
 
 def after(batches: int) -> str:
-    return f"has no more batches in epoch 0 after {batches}, and others have."
+    return f"has no more batches in epoch 0 after {batches}, but others have."
 
 
 def unequal(*numbers: int | str, decided: int) -> tuple[str, str]:
@@ -360,7 +360,7 @@ def test_data_that_cannot_work_is_refused_by_all_ranks(rank: int) -> None:
         ("val_check_interval", case((8, 4), [], (None, 4)).load, {"val_check_interval": 0.5}),
         ("limit_train_batches", lambda place: Announced(place, 5 + 20 * place[0]), {"limit_train_batches": 0.1}),
         ("accumulate_grad_batches=3 differ", dropping, {"accumulate_grad_batches": 3}),
-        ("does not go with manual", dropping, {"make": gan}),
+        ("does not work with manual", dropping, {"make": gan}),
     ]
     for words, loader, choices in cases:
         with pytest.raises((ValueError, MisconfigurationException), match=words) as caught:

@@ -262,10 +262,10 @@ REFUSED = [
     (["--model=torch.nn.Flatten", "--step-time=1", "--bandwidth=1"], "no trainable parameters"),
     ([*LINEAR, "--step-time=1", "--bandwidth=1"], "The model could not be made: RuntimeError"),
     ([*ASKED, "--quorum=3"], "--quorum 3 is about the sites of a federation"),
-    ([*ASKED, "--grace=3"], "--grace is about rounds that close by a quorum"),
+    ([*ASKED, "--grace=3"], "--grace needs a quorum by which rounds close"),
     ([*ASKED, "--hub-bandwidth=0"], "hub_bandwidth=0.0 is out of range"),
-    ([*HUB, "--quorum=9"], "there are 2: none would ever close"),
-    ([*HUB, "--quorum=1", "--delays=0,1,2"], "are no 2 numbers of seconds"),
+    ([*HUB, "--quorum=9"], "there are 2: no round would ever close"),
+    ([*HUB, "--quorum=1", "--delays=0,1,2"], "must be 2 numbers of seconds"),
     ([*HUB, "--quorum=1", "--grace=-1"], "grace=-1.0 is out of range"),
 ]
 

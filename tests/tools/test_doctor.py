@@ -27,9 +27,9 @@ LAUNCHED = [
     ({**SRUN, "SLURM_NODELIST": "n[1]"}, None, Launch(5, 8, 4, "n1", 19711)),
     (BY_HAND, 3, Launch(1, 3, 3, "a", 29500)),
     ({}, None, "does not know its rank"),
-    ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is no number"),
+    ({**BY_HAND, "NODE_RANK": "one"}, 2, "NODE_RANK='one' is not a number"),
     ({"NODE_RANK": "0", "MASTER_PORT": "1"}, 2, "MASTER_ADDR is not set"),
-    ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is no number"),
+    ({**TORCHRUN, "MASTER_PORT": ""}, None, "MASTER_PORT='' is not a number"),
     ({**SRUN, "SLURM_JOB_NAME": "interactive"}, None, "does not know its rank"),
 ]
 
@@ -147,4 +147,4 @@ def test_what_hinders_ranks_is_found_and_told() -> None:
     with listening("http") as port:
         for _, text, code in run_processes(elsewhere, 2, port, timeout=30):
             assert code == 2
-            assert f"127.0.0.1:{port} answers, but is no torch TCPStore" in text
+            assert f"127.0.0.1:{port} answers, but is not a torch TCPStore" in text

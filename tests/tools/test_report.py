@@ -118,7 +118,12 @@ def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
 
     known, verdicts = Link(8 * NBYTES / 0.3 / 1e9), {}
     for name, limit, choices, words in (
-        ("nothing", "nothing", {"link": 0.1, "change": left_out}, "for 100.0% of the time. Nothing held it back"),
+        (
+            "nothing",
+            "nothing",
+            {"link": 0.1, "change": left_out},
+            "for 100.0% of the time. No setting would change that much",
+        ),
         ("untold", "link", {"link": 0.3, "rate": None}, "The link limited this run."),
         # One step more hides 0.3 s, not what 80 % of the bandwidth takes; two steps more do.
         ("link", "link", {"link": 0.3}, "The link limited this run."),
@@ -133,11 +138,11 @@ def test_what_held_a_run_back_is_named(tmp_path: Path) -> None:
         assert words in verdict.sentences[0]
     nothing, untold, link, slower = (verdicts[name] for name in ("nothing", "untold", "link", "slower"))
     assert (nothing.advice, nothing.utilisation) == (None, 1)
-    words = "Of all outer gradients 1 were left out of a mean because they were not finite, and 0"
+    words = "Of all outer gradients, 1 were left out of a mean because they were not finite, and 0"
     assert any(text.startswith(words) for text in nothing.sentences)
     assert (untold.link, untold.advice) == (None, None)
     assert "bit/s" not in " ".join(untold.sentences)
-    assert "How fast the link is cannot be told" in " ".join(untold.sentences)
+    assert "The link's speed is unknown" in " ".join(untold.sentences)
     assert link.link.gbit_s == pytest.approx(known.gbit_s)
     assert link.advice.changes == {"overlap_steps": 4}
     assert link.advice.now < 0.85 < planner.TARGET <= link.advice.then
@@ -190,7 +195,7 @@ def test_a_site_tells_who_counted_and_when_it_was_started(tmp_path: Path) -> Non
     run = played(tmp_path, link=0.01, change=as_a_site)
     told_of = judge(run).sentences[0]
     assert "This is a, one site of a federation, which waits for no other. It was started again once." in told_of
-    assert told_of.endswith("Of the 4 rounds of fragments that landed here, there counted: a in 4, b in 2.")
+    assert told_of.endswith("Of the 4 rounds of fragments that landed here, sites counted: a in 4, b in 2.")
     seen = [what for _, what in changes(run.ranks[0])]
     assert seen == ["a starts", "a starts after inner step 20", "a counts", "b counts", "b counts no longer"]
     assert {event["name"] for event in trace(run)["traceEvents"] if event["ph"] == "i"} == set(seen)

@@ -186,7 +186,7 @@ def test_choices_replace_those_of_the_file_and_nothing_is_left_behind(tmp_path: 
 
 def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others_run() -> None:
     turns: Turns[Any] = Turns(2)
-    with pytest.raises(RuntimeError, match="wait for others that wait for something else or have ended: 0"):
+    with pytest.raises(RuntimeError, match="wait for groups that wait for something else or have ended: 0"):
         turns.run([lambda: turns.until(lambda: False), lambda: None])
     turns, done = Turns(2), threading.Event()
 
@@ -307,7 +307,7 @@ REFUSED = [
     (["FILE", "--sweep=sync_every=5", "--sweep=sync_every=6"], "names something twice"),
     (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
     (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
-    (["FILE", "--round-trip=0.1"], "--round-trip tells how long a run takes on a link. Give its --bandwidth"),
+    (["FILE", "--round-trip=0.1"], "--round-trip is for predicting the time of a run on a link. Give its --bandwidth"),
     (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),
     (["FILE", "--bandwidth=1", "--speeds=1"], "1 speeds for 2 worker groups"),
     (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
@@ -316,11 +316,11 @@ REFUSED = [
     (["FILE", *DEVICES], "2 worker groups for 4 processes"),
     (["FILE", "--seeds=1", "--sweep=sync_every=2,3"], "a comparison takes 2 to 10"),
     (["FILE", "--seeds=1,2"], "Say with --sweep or --methods what varies"),
-    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not go with --sites"),
+    (["FILE", "--seeds=1,2", "--sites=2", "--step-time=1"], "do not work with --sites"),
     (["FILE", "--sites=2"], "--sites needs --step-time"),
-    (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "nobody founds the run"),
+    (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "no site founds the run"),
     (["FILE", "--delays=1,2"], "Give --sites too"),
-    (["FILE", "--methods=LIST"], "no YAML file that maps names"),
+    (["FILE", "--methods=LIST"], "not a YAML file that maps names"),
     (["FILE", "--methods=RATE"], "'rate', which is unknown"),
 ]
 

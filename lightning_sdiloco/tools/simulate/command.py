@@ -55,25 +55,26 @@ def simulate(
     """Run a LightningCLI configuration as several worker groups in this process, and predict its time on a link.
 
     Args:
-        config: Configuration file of a LightningCLI. Again for several; later ones override.
-        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Again for more.
+        config: Configuration file of a LightningCLI. Repeat for several; later ones override.
+        set: Another argument of the LightningCLI, such as trainer.max_steps=100. Repeat for more.
         cli: Class path of the LightningCLI, if the training script has its own.
         model: Class path of the model, if the script gives it to its LightningCLI.
         data: Class path of the data module, if the script gives it to its LightningCLI.
         groups: Number of worker groups, of one rank each.
-        sites: Number of sites of a federation, of one rank each, in place of groups.
-        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Again for more.
-        methods: YAML file of runs to compare: from a name to arguments of the strategy, in place of sweep.
-        seeds: Make each run of sweep or methods with each of these seeds, as 0,1,2, and compare it with the first.
+        sites: Number of sites of a federation, of one rank each, instead of groups.
+        sweep: What to vary: an argument of the strategy, or groups, as sync_every=10,20. Repeat for more.
+        methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the strategy.
+        seeds: Run each combination of the sweep or methods with each of these seeds, as 0,1,2, and compare it with the
+            first.
         bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
-        loss: Share of the packets that get lost: 0.1 % is 0.001.
-        step_time: Seconds of an inner step there. By default what it takes here; with --sites it must be given.
-        speeds: How fast each group is, with 1 for the step time, as 1,1,0.5.
-        delays: Seconds by which what each site sends comes later, as 0,0,12; with --sites.
-        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Again for more.
+        loss: Share of packets lost: 0.1 % is 0.001.
+        step_time: Seconds of an inner step there; by default as long as here. Required with --sites.
+        speeds: How fast each group is, as 1,1,0.5; 1 is the step time.
+        delays: Seconds by which each site's contributions are late, as 0,0,12; with --sites.
+        absence: When a group is away, in predicted seconds, as 1:30-90 for group 1. Repeat for more.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.
-        picture: File (.svg or .png) for a picture of the losses.
+        picture: File (.svg or .png) for a plot of the losses.
         json: File for all numbers.
 
     Examples:
@@ -104,27 +105,27 @@ def simulate(
     if sites is not None:
         if sweep or methods or seeds:
             raise ValueError(
-                "--sweep, --methods and --seeds do not go with --sites. Give one run of a federation at a time."
+                "--sweep, --methods and --seeds do not work with --sites. Give one run of a federation at a time."
             )
         if step_time is None:
-            raise ValueError("--sites needs --step-time: who is late depends on how long an inner step takes.")
+            raise ValueError("--sites needs --step-time: which sites are late depends on the time of an inner step.")
         return _federation(configuration, sites, places, picture, json)
     if delays is not None:
         raise ValueError("--delays is about the sites of a federation. Give --sites too.")
     of_links = {"round-trip": round_trip, "loss": loss, "step-time": step_time, "speeds": speeds, "absence": absence}
     given = [f"--{name}" for name, value in of_links.items() if value]
     if bandwidth is None and given:
-        raise ValueError(f"{given[0]} tells how long a run takes on a link. Give its --bandwidth too.")
+        raise ValueError(f"{given[0]} is for predicting the time of a run on a link. Give its --bandwidth too.")
     if sweep and methods is not None:
         raise ValueError("--sweep and --methods both say what varies. Give one of them.")
     runs = combinations(sweep, groups) if methods is None else _methods_of(methods, groups)
     each = _seeds(seeds)
     if each and len(runs) < 2:
-        raise ValueError("--seeds compares runs, and there is one. Say with --sweep or --methods what varies.")
+        raise ValueError("--seeds compares runs, but there is only one. Say with --sweep or --methods what varies.")
     return _worker_groups(configuration, runs, each, places, picture, json)
 
 
-# What is run
+# Running
 
 
 _GROUPS, _METHOD = "groups", "method"
@@ -154,10 +155,10 @@ def combinations(sweeps: Sequence[str], groups: int) -> list[Planned]:
         if name not in known:
             raise ValueError(f"sweep={sweep!r} varies {name!r}, which is unknown. Choose among {', '.join(known)}.")
         if name in varied:
-            raise ValueError(f"sweep={sweeps!r} names something twice. Give all values of it together: H=10,20.")
+            raise ValueError(f"sweep={sweeps!r} names something twice. Give all its values together: H=10,20.")
         varied[name] = values = [yaml.safe_load(part) for part in text.split(",") if part]
         if not values:
-            raise ValueError(f"sweep={sweep!r} has no values. Give them behind the name: {name}=10,20")
+            raise ValueError(f"sweep={sweep!r} has no values. Give them after the name: {name}=10,20")
         if name == _GROUPS and not all(type(value) is int and value >= 1 for value in values):
             raise ValueError(f"sweep={sweep!r} has a number of groups that is not a whole number of at least 1.")
     runs = [dict(zip(varied, values, strict=True)) for values in product(*varied.values())]
@@ -174,8 +175,8 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
     read = yaml.safe_load(Path(file).read_text()) if Path(file).is_file() else None
     if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
         raise ValueError(
-            f"methods={file!r} is no YAML file that maps names to arguments of the strategy. Write for example"
-            " 'rarer: {sync_every: 200}'."
+            f"methods={file!r} is not a YAML file that maps names to arguments of the strategy. Write for example"
+            f" 'rarer: {{sync_every: 200}}'."
         )
     known = _known()
     for name, own in read.items():
@@ -196,11 +197,11 @@ def _known() -> list[str]:
 def _seeds(seeds: str | None) -> list[int]:
     texts = [] if seeds is None else seeds.split(",")
     if not all(text.strip().isdecimal() for text in texts) or len({*texts}) < len(texts):
-        raise ValueError(f"seeds={seeds!r} are not different whole numbers from 0 on. Give them as 0,1,2.")
+        raise ValueError(f"seeds={seeds!r} are not different whole numbers of at least 0. Give them as 0,1,2.")
     if seeds is not None and not 2 <= len(texts) <= max(STUDENT_T):
         raise ValueError(
-            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one, give"
-            " --set seed_everything=0."
+            f"seeds={seeds!r} are {len(texts)}: a comparison takes 2 to {max(STUDENT_T)}. For one, give --set"
+            " seed_everything=0."
         )
     return [int(text) for text in texts]
 
@@ -382,7 +383,7 @@ def _as_json(outcome: Outcome) -> dict[str, Any]:
     return told
 
 
-# What is printed
+# Printing
 
 _WIDTH = 110
 _MOST_VALIDATIONS = 10
@@ -504,7 +505,7 @@ def _settings(run: Run) -> str:
 def _validations(run: Run) -> list[str]:
     if not run.validations:
         return []
-    # The last is told in any case.
+    # The last is shown in any case.
     every = -(-len(run.validations) // _MOST_VALIDATIONS)
     shown = list(islice(reversed(run.validations), None, None, every))[::-1]
     columns = {"after inner step": [validation.step for validation in shown]} | {

@@ -59,14 +59,14 @@ else:
 
 
 class SimulatedRank(NamedTuple):
-    """The rank that a thread plays. It is a worker group of its own."""
+    """The rank that a thread plays. It is its own worker group."""
 
     topology: Topology
     clock: Callable[[], float]  # stands still while other groups run
     site: int | None = None
     sites: int = 1
     begins: Callable[[], None] = lambda: None  # called before every inner step
-    step_time: float = 0.0  # seconds that the group says an inner step takes; 0 for those that it takes here
+    step_time: float = 0.0  # seconds of an inner step, as the group announces them; 0: as measured here
     connection: Any = None  # of a site
 
     @property
@@ -376,7 +376,7 @@ class Configuration:
 
 
 def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank) -> dict[str, Any]:
-    """Returns the arguments of the strategy of a simulated group or site: those of the files, with the choices."""
+    """Returns the strategy's arguments of a simulated group or site: from the files, with the choices."""
     strategy = trainer.strategy
     arguments: dict[str, Any] = {}
     if not isinstance(strategy, str) or strategy not in ("auto", *variants("streaming_diloco")):
@@ -384,8 +384,8 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         cls = _class_named(path)
         if cls is None or not issubclass(cls, WorkerGroupStrategy):
             raise ValueError(
-                f"trainer.strategy={path or strategy!r} cannot be simulated: only StreamingDiLoCoStrategy can. Choose"
-                " it in the configuration, or with --set trainer.strategy=streaming_diloco."
+                f"trainer.strategy={path or strategy!r} cannot be simulated, only StreamingDiLoCoStrategy. Choose it in"
+                " the configuration, or with --set trainer.strategy=streaming_diloco."
             )
         # Not dict(): that of a Namespace takes apart what is nested in it, such as a federation.
         arguments = strategy.init_args.as_dict()
@@ -412,8 +412,8 @@ def _arguments_of(trainer: Any, choices: Mapping[str, Any], rank: SimulatedRank)
         arguments["federation"] = {**terms, **own}
     elif federation is not None:
         raise ValueError(
-            "The configuration is that of a site of a federation. Give --sites in place of --groups: how many such"
-            " sites there shall be."
+            "The configuration is for a site of a federation. Give --sites instead of --groups: the number of such"
+            " sites."
         )
     return {**arguments, "worker_groups": rank.topology.num_groups, "start_method": "popen"}
 
@@ -498,7 +498,7 @@ def check(
     with quiet():
         (cli,) = turns.run([partial(configuration.fit, rank, choices, None)])
     arguments = dict(cli.config[cli.subcommand].trainer.strategy["init_args"])
-    # What is given by the path of a class is not made yet, and what is "auto" is chosen in the run.
+    # Objects given by a class path are not made yet, and "auto" settings are chosen in the run.
     made: dict[str, Any] = {
         name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None) and own != AUTO
     }
@@ -514,7 +514,7 @@ def live(
     trainer = configuration.fit(rank, choices, recorder).trainer
     strategy = trainer.strategy
     if strategy.engine is None:
-        raise ValueError("The configuration trains nothing. See that its max_steps and max_epochs are not 0.")
+        raise ValueError("The configuration trains nothing. Make sure that its max_steps and max_epochs are not 0.")
     group, report = recorder.group, strategy.report()
     group.bytes_sent, group.inner_steps = int(report["bytes_sent"]), int(report["inner_steps"])
     if rank.rank:

@@ -24,7 +24,7 @@ from lightning_sdiloco.tools.simulate.threads import Turns, simulated_topologies
 
 @dataclass(frozen=True)
 class Places:
-    """Where worker groups or sites train: their links and speeds, and when each is away; each in their order."""
+    """The conditions of worker groups or sites: links, speeds, and when each is away; each in their order."""
 
     link: Link | None = None
     step_time: float | None = None
@@ -34,7 +34,7 @@ class Places:
     memory_rate: float = 1e12
 
     def check(self, count: int, of: str) -> None:
-        """Refuses what does not suit so many worker groups or sites."""
+        """Refuses what does not suit the number of worker groups or sites."""
         require(count >= 1, of, count, "at least 1")
         require(self.step_time is None or self.step_time > 0, "step_time", self.step_time or 0.0, "positive")
         for name, each in (("speeds", self.speeds), ("delays", self.delays)):
@@ -48,7 +48,7 @@ class Places:
             require(0 <= absence.group < count, "absence", absence.group, f"of one of the {of}, which count from 0")
         if of == "sites":
             require(
-                self.founders(count) >= 1, "absence", 0.0, "above 0 for one site at least, or nobody founds the run"
+                self.founders(count) >= 1, "absence", 0.0, "above 0 for at least one site, or no site founds the run"
             )
 
     def absences_of(self, site: int) -> list[Absence]:
@@ -89,7 +89,7 @@ def play_sites(
     choices: Mapping[str, Any],
     stepped: Callable[[], None] = lambda: None,
 ) -> FederatedRun:
-    """Runs a configuration as so many sites of a federation, in threads that take turns."""
+    """Runs a configuration as sites of a federation, in threads that take turns."""
     turns: Turns[tuple[Group, Run | None]] = Turns(count)
     time = VirtualTime(count, turns.until)
     hub = InProcessHub("simulated", places.founders(count), clock=lambda: time.now)
@@ -144,7 +144,7 @@ class _Incarnation:
             time.ends(self._number)
 
     def _begins(self) -> None:
-        """Lets the time of an inner step pass, absences included, after which it launches and lands."""
+        """Passes the time of an inner step, including absences, then launches and lands."""
         self._joined = self._joined or self._applied()
         now = self._time.now
         self._time.passes(self._number, step_end(now, self._step_time, self._away) - now)

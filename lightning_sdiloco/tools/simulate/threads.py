@@ -25,7 +25,7 @@ class Stopped(BaseException):
 
 
 _State = tuple[dict[str, Any], int]
-"""What there is once in a process: random numbers, and the rank."""
+"""What a process has only once: random numbers, and the rank."""
 
 
 def _restore(state: _State) -> None:
@@ -34,7 +34,7 @@ def _restore(state: _State) -> None:
 
 
 class Turns(Generic[Result]):
-    """Runs functions in so many threads, of which only one runs at any time; see [Note: one thread at a time]."""
+    """Runs functions in threads, only one at any time; see [Note: one thread at a time]."""
 
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
@@ -71,7 +71,7 @@ class Turns(Generic[Result]):
         return [self._results[seat] for seat in range(len(functions))]
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Lets the other threads have their turns until a condition holds."""
+        """Gives the other threads their turns until a condition holds."""
         self._go_on()
         if ready():
             return
@@ -113,7 +113,7 @@ class Turns(Generic[Result]):
         if chosen is None and waiting:
             self._fail(
                 RuntimeError(
-                    "Worker groups wait for others that wait for something else or have ended:"
+                    "Worker groups wait for groups that wait for something else or have ended:"
                     f" {', '.join(map(str, waiting))}. The groups do not make the same steps. Real processes would wait"
                     " until the timeout."
                 )
