@@ -287,7 +287,7 @@ def test_the_tests_that_a_page_names_exist_and_every_row_of_what_works_with_what
     assert [row for row in rows if not row.startswith(heads) and "::test_" not in row] == []
 
 
-def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings() -> None:
+def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings_with_an_example() -> None:
     """What users can name, with the public members that the package defines; internals describe themselves."""
     names = lightning_sdiloco.__all__
     assert len(set(names)) == len(names)
@@ -309,3 +309,6 @@ def test_public_names_appear_once_are_in_the_api_reference_and_have_docstrings()
     assert {"StreamingDiLoCo.step", "Compression.encode", f"{NAME}.FP4"} <= found.keys()
     described = (type, types.FunctionType, property, classmethod, staticmethod)
     assert [name for name, thing in found.items() if isinstance(thing, described) and not inspect.getdoc(thing)] == []
+    classes = [thing for thing in (getattr(lightning_sdiloco, name) for name in names) if isinstance(thing, type)]
+    bare = [thing for thing in classes if "Examples:\n" not in (inspect.getdoc(thing) or "")]
+    assert all(issubclass(thing, Exception) for thing in bare), bare

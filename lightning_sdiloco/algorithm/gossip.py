@@ -53,6 +53,15 @@ class Route(ABC):
     Attributes:
         shared: Whether all groups hold the same outer parameters, which takes one leg of all groups. If not, each has
             its own; see [Note: gossip].
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class Shifted(Route):
+        ...     def legs(self, number, groups):
+        ...         order = [(group + number) % groups for group in range(groups)]
+        ...         return [tuple(order[at : at + 2]) for at in range(0, groups, 2)]
+        >>> Shifted().legs(0, 4), Shifted().legs(1, 4)
+        ([(0, 1), (2, 3)], [(1, 2), (3, 0)])
     """
 
     shared: bool = False

@@ -18,6 +18,21 @@ class LandingRule(ABC):
 
     Attributes:
         kept: Share kept, from 0 to 1, of the local values, of what the compression did not send, and of buffers.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class Halfway(LandingRule):
+        ...     kept: float = 0.5
+        ...
+        ...     def gathered(self, gradient, before, after):
+        ...         return (after,)
+        ...
+        ...     def merge(self, local, gathered, steps):
+        ...         local.lerp_(gathered[0].to(local.dtype), 0.5)
+        >>> local = torch.tensor([2.0])
+        >>> Halfway().merge(local, [torch.tensor([4.0])], steps=5)
+        >>> local
+        tensor([3.])
     """
 
     kept: float
@@ -53,6 +68,12 @@ class Mix(LandingRule):
 
     Args:
         kept: The share (alpha in the paper).
+
+    Examples:
+        >>> local = torch.tensor([2.0])
+        >>> Mix(0.25).merge(local, [torch.tensor([4.0])], steps=5)
+        >>> local
+        tensor([3.5000])
     """
 
     kept: float
@@ -71,6 +92,12 @@ class Carry(LandingRule):
     """Keeps all that was trained in flight: moves the local values as the outer ones moved since the launch.
 
     ``local + (after - sent)``: a group continues from the new outer parameters with what it trained since.
+
+    Examples:
+        >>> before, sent, after, local = (torch.tensor([value]) for value in (0.0, 1.0, 4.0, 1.5))
+        >>> Carry().merge(local, Carry().gathered(before - sent, before, after), steps=5)
+        >>> local
+        tensor([4.5000])
     """
 
     @property

@@ -30,6 +30,10 @@ class Fragment:
     Attributes:
         names: Names of the parameters as in ``named_parameters()``, in that order.
         sizes: Their sizes in bytes, in the same order.
+
+    Examples:
+        >>> Fragment(("head.weight", "head.bias"), (4096, 16)).nbytes
+        4112
     """
 
     names: tuple[str, ...]

@@ -143,6 +143,11 @@ class Heard(NamedTuple):
         present: The groups that counted in the mean, in rising order.
         norms: Norm of the outer gradient of each group, before any compression, by group.
         trained: Micro-batches that each group trained since its own last launch of the fragment, by group.
+
+    Examples:
+        >>> landing = Heard(0, 100, present=(0, 1), norms=(3.0, 2.0), trained=(50, 40))
+        >>> [landing.norms[group] / landing.trained[group] for group in landing.present]
+        [0.06, 0.05]
     """
 
     fragment: int
@@ -158,6 +163,20 @@ class LaunchSchedule(ABC):
     Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. A fragment in flight
     must not be due. The first launch of every fragment follows the `Schedule`: until all have landed once, evaluation
     shows the mean of the groups.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class AllAtOnce(LaunchSchedule):
+        ...     def start(self, schedule):
+        ...         return {"every": schedule.sync_every, "all": list(range(schedule.fragments))}
+        ...
+        ...     def due(self, state, step):
+        ...         return tuple(state["all"]) if step % state["every"] == 0 else ()
+        ...
+        ...     def heard(self, state, landing):
+        ...         return state
+        >>> AllAtOnce().due({"every": 20, "all": [0, 1, 2]}, step=40)
+        (0, 1, 2)
     """
 
     @abstractmethod

@@ -111,6 +111,11 @@ class Count(NamedTuple):
         factors: The groups that count, in their order, each with the factor of its outer gradient. The mean is the sum
             of the products divided by the number of these groups: a factor of 1 changes no bit.
         outlying: The groups that the guard leaves out.
+
+    Examples:
+        >>> gradients, count = (3.0, 100.0, 5.0), Count({0: 1.0, 2: 1.0}, outlying=(1,))
+        >>> sum(factor * gradients[group] for group, factor in count.factors.items()) / len(count.factors)
+        4.0
     """
 
     factors: dict[int, float]
@@ -142,6 +147,16 @@ class Weighing(ABC):
     It decides from what the groups sent, never from what a group computes for itself: the same numbers give the same
     bits everywhere. Make it a frozen dataclass: its ``repr`` is compared between ranks, and with the checkpoint's. Its
     state for each fragment is plain JSON, and changes only when a flight lands.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class Alike(Weighing):
+        ...     def count(self, controls, state):
+        ...         counted = [group for group, own in enumerate(controls) if own.weight and own.finite]
+        ...         return Count(dict.fromkeys(counted, 1.0))
+        >>> trained = Control(0, 100, requests=0, weight=50, digest=0, norm_squared=4.0, changed=0, finite=True)
+        >>> Alike().count([trained, trained._replace(weight=0), trained], None).factors
+        {0: 1.0, 2: 1.0}
     """
 
     def start(self, groups: int) -> Any:

@@ -17,6 +17,13 @@ class Compression(ABC):
     A compression is a choice and holds no memory: instances are immutable, compare by value and contain no tensors. The
     engine keeps what must be remembered from one launch to the next. Encoding and decoding use only integer operations
     and correctly rounded ones, so all groups that decode the same bytes get the same bits.
+
+    Examples:
+        >>> from lightning_sdiloco.compression import FP4
+        >>> values, decoded = torch.tensor([1.0, -0.5, 0.26, 0.0]), torch.empty(4)
+        >>> FP4().decode(FP4().encode(values), decoded)
+        >>> decoded
+        tensor([ 1.0000, -0.5000,  0.2500,  0.0000])
     """
 
     def __repr__(self) -> str:

@@ -150,6 +150,14 @@ class Landing(NamedTuple):
             arrived before this rank began to wait for them.
         sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
         step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
+
+    Examples:
+        >>> from lightning_sdiloco import SimulatedGroups
+        >>> models = [torch.nn.Linear(4, 1) for _ in range(2)]
+        >>> groups = SimulatedGroups(models, sync_every=2, overlap_steps=0, fragments=1)
+        >>> landings = [groups.step() for _ in range(2)][-1]
+        >>> [(landing.fragment, landing.launched_at, landing.counted) for landing in landings[0]]
+        [(0, 2, (0, 1))]
     """
 
     fragment: int

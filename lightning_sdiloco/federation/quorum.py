@@ -22,6 +22,19 @@ class Quorum(ABC):
 
     A quorum is a frozen dataclass whose arguments are values of JSON: class and arguments are part of the run config,
     and every hub of the run makes the same quorum from them. It decides only by what it is given.
+
+    Examples:
+        >>> @dataclass(frozen=True)
+        ... class Core(Quorum):
+        ...     core: tuple[str, ...]
+        ...
+        ...     def fewest(self, sites):
+        ...         return len(self.core)
+        ...
+        ...     def awaited(self, history, sites):
+        ...         return [site for site in sites if site in self.core]
+        >>> Core(("paris", "oslo")).awaited([], ["lima", "oslo", "paris"])
+        ['oslo', 'paris']
     """
 
     @abstractmethod

@@ -51,7 +51,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
-    Each step of the optimizer that was set up last is an inner step. ``fabric.strategy.finish()`` ends training."""
+    Each step of the optimizer that was set up last is an inner step. ``fabric.strategy.finish()`` ends training.
+
+    Examples:
+        >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
+        >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)  # doctest: +SKIP"""
 
     model_format = WholeModel
     # Fabric calls the plugin by a shorter name.

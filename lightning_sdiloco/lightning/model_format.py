@@ -61,7 +61,11 @@ class WholeModel:
     summary: ClassVar[str] = """Trains one model on several worker groups joined by slow links, with Streaming DiLoCo.
 
     Each worker group trains on its own, with DistributedDataParallel among its ranks. The model is cut into fragments,
-    which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512)."""
+    which the groups average one after the other, a few bits per value, while training goes on (arXiv 2501.18512).
+
+    Examples:
+        >>> strategy = StreamingDiLoCoStrategy(worker_groups=2, sync_every=50)
+        >>> Trainer(strategy=strategy, accelerator="cpu", devices=2).fit(model, data)  # doctest: +SKIP"""
 
     is_sharded = False
 
@@ -190,7 +194,11 @@ class ShardedModel(WholeModel):
 
     Each worker group trains one sharded copy of the model, with FSDP2, tensor parallelism or both among its ranks, as
     ``configure_model`` says. The groups do as in `StreamingDiLoCoStrategy`: they average fragments one after the other,
-    a few bits per value, while training goes on (arXiv 2501.18512). Each rank exchanges what it holds."""
+    a few bits per value, while training goes on (arXiv 2501.18512). Each rank exchanges what it holds.
+
+    Examples:
+        >>> strategy = StreamingDiLoCoModelParallelStrategy(worker_groups=2, data_parallel_size=4)
+        >>> Trainer(strategy=strategy, devices=4, num_nodes=2).fit(model, data)  # doctest: +SKIP"""
 
     is_sharded = True
 

@@ -191,6 +191,11 @@ class StreamingDiLoCoMonitorMixin:
 
     Raises:
         ValueError: If the strategy is not Streaming DiLoCo.
+
+    Examples:
+        >>> from lightning_sdiloco import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
+        >>> callbacks = [StreamingDiLoCoMonitor(timeline="trace.json")]
+        >>> Trainer(strategy=StreamingDiLoCoStrategy(), callbacks=callbacks).fit(model, data)  # doctest: +SKIP
     """
 
     _report: Callable[[str], str]  # a command, which stands above this room
