@@ -362,8 +362,8 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
     saved = tmp_path / "saved"
     run_processes(partial(run_fit, steps=10, callbacks=[at({n: save(saved / f"step={n}.ckpt") for n in (5, 9)})]), 2)
     damages: list[tuple[str, Callable[[Path], Any]]] = [
-        ("rank_00001.pt, which is not there", lambda path: (save_folder(path) / "rank_00001.pt").unlink()),
-        ("manifest.json, which is not there", lambda path: (save_folder(path) / "manifest.json").unlink()),
+        ("rank_00001.pt, which is missing", lambda path: (save_folder(path) / "rank_00001.pt").unlink()),
+        ("manifest.json, which is missing", lambda path: (save_folder(path) / "manifest.json").unlink()),
         ("move or copy both", lambda path: shutil.rmtree(f"{path}.sdiloco")),
         ("is not what was saved", alter),
         ("which is missing. The folder", of_another_checkpoint),
