@@ -333,8 +333,8 @@ def loss(made: Sequence[Mapping[str, Any]]) -> float:
 def main(arguments: list[str] | None = None) -> None:
     parser = runs.parser(__doc__)
     parser.add_argument("--stage", choices=STAGES, default="verdict", help="what to run (default: %(default)s)")
-    parser.add_argument("--size", choices=MODELS, nargs="+", help="models (default: those of the stage)")
-    parser.add_argument("--budget", type=float, help="tokens per parameter (default: those of the stage)")
+    parser.add_argument("--size", choices=MODELS, nargs="+", help="models (default: the stage's)")
+    parser.add_argument("--budget", type=float, help="tokens per parameter (default: the stage's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     options = runs.parsed(parser, arguments)
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -36,7 +36,7 @@ def muon_and_adamw(
     weight_decay: float = 0.1,
     betas: tuple[float, float] = (0.9, 0.95),
 ) -> MuonAndAdamW:
-    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as those of `gpt.GPT` do.
+    """Makes the optimizer for a model whose layers lie in a list called ``blocks``, as in `gpt.GPT`.
 
     Muon's steps are scaled to the size of AdamW's (``adjust_lr_fn="match_rms_adamw"``), so one rate serves both unless
     ``muon_lr`` is another one. Matrices and embeddings decay, vectors do not.
@@ -62,7 +62,7 @@ def muon_and_adamw(
 
 
 class MuonAndAdamW(Optimizer):
-    """Two optimizers of different parameters, with the groups and the state of both; those of Muon come first."""
+    """Two optimizers of different parameters, with the groups and the state of both, Muon's first."""
 
     def __init__(self, muon: Optimizer, adamw: Optimizer) -> None:
         self.parts: tuple[Optimizer, ...] = ()

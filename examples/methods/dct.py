@@ -13,7 +13,7 @@ from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold
 if __name__ == "__main__":
     compare(
         {
-            f"made anew every {every}": {"compression": ErrorFeedback(Threshold(1 / 64, Int2(), every=every))}
+            f"made again every {every}": {"compression": ErrorFeedback(Threshold(1 / 64, Int2(), every=every))}
             for every in (1, 5, 20)
         },
         steps=300,

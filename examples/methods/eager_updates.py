@@ -55,7 +55,7 @@ class EagerUpdates:
             self.parameters[name].copy_(self.outer[name] - gradient)
 
     def after_step(self) -> None:
-        """Begins anew from the outer parameters plus the own part of the step to come."""
+        """Restarts from the outer parameters plus its own part of the step to come."""
         for name, gradient in self.gradients.items():
             # What is not finite is no step: the group goes on from the outer parameters.
             part = gradient / self.engine.topology.num_groups if gradient.isfinite().all() else 0 * self.outer[name]

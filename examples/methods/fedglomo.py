@@ -2,7 +2,7 @@
 
     python examples/methods/fedglomo.py
 
-A group trains from the outer parameters, and on the same batches from those of the round before. Its outer gradient is
+A group trains from the outer parameters, and on the same batches from the ones before that round. Its outer gradient is
 d(now) - (1 - beta) d(before); the momentum 1 - beta of the outer SGD makes the rest. It costs four gradients a step.
 """
 

@@ -1,4 +1,4 @@
-"""Offers what a Trainer logs to a Prometheus server: its own metrics, and those of Streaming DiLoCo.
+"""Offers what a Trainer logs to a Prometheus server: its own metrics, and Streaming DiLoCo's.
 
     trainer = Trainer(strategy="streaming_diloco", logger=[CSVLogger("."), PrometheusLogger("127.0.0.1:9401")])
 
