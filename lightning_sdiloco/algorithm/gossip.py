@@ -209,7 +209,7 @@ class FastestPairs(Route):
             used: set[Leg] = {pair for legs in planned for leg in legs for pair in combinations(leg, 2)}
             links = [(min(pair), max(pair)) for pair in combinations(order, 2)]
             links.sort(key=lambda pair: (pair not in used, self.speed(*pair)), reverse=True)
-            joining = _joining(_connected(planned, groups), links) if at == self.window - 1 else []
+            joining = _joining(planned, groups, links) if at == self.window - 1 else []
             pairs, busy = list(joining), {group for pair in joining for group in pair}
             for pair in links:
                 if busy.isdisjoint(pair):
@@ -282,16 +282,12 @@ def _rising(legs: Sequence[Leg]) -> Sequence[Leg]:
     return tuple(sorted(tuple(sorted(leg)) for leg in legs))
 
 
-def _connected(planned: Sequence[Sequence[Leg]], groups: int) -> list[set[int]]:
+def _joining(planned: Sequence[Sequence[Leg]], groups: int, links: Sequence[Leg]) -> list[Leg]:
+    """Returns links, the first ones first, that join what is not connected and have no group in common."""
     parts = [{group} for group in range(groups)]
     for leg in (leg for legs in planned for leg in legs):
         own = [part for part in parts if not part.isdisjoint(leg)]
         parts = [part for part in parts if part not in own] + [set[int]().union(*own)]
-    return parts
-
-
-def _joining(parts: list[set[int]], links: Sequence[Leg]) -> list[Leg]:
-    """Returns links, the first ones first, that join all parts and have no group in common."""
     pairs, busy = list[Leg](), set[int]()
     while len(parts) > 1:
         for pair in links:

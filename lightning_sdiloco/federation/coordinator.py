@@ -206,12 +206,6 @@ class Coordinator:
             if seq >= numbers.get(Record.from_bytes(text).fragment, seq + 1):
                 yield text
 
-    def _after(self, header: StateHeader) -> Iterator[Record]:
-        """Yields the records that follow a state, as far as there are any: while it was sent, rounds have closed."""
-        for fragment, (at, base) in enumerate(zip(header.applied, self.ledger.base, strict=True)):
-            for seq in self._numbers[fragment][at.round - base.round :][:1]:
-                yield Record.from_bytes(next(self.journal.read(seq - 1))[1])
-
     def _needed(self, kept: Sequence[int]) -> set[str]:
         self._handed = [own for own in self._handed if own[0] > self._clock()]
         given = [request.given[1] for request in self._requests.values() if request.given]
@@ -564,8 +558,10 @@ class Coordinator:
             if request.for_snapshot:
                 self._snapshot(header, parts, {})
                 self.ledger.snapshots.add(header)
-                for record in self._after(header):
-                    self.ledger.snapshots.check(record)
+                # While it was sent, rounds have closed.
+                for fragment, (at, base) in enumerate(zip(header.applied, self.ledger.base, strict=True)):
+                    for seq in self._numbers[fragment][at.round - base.round :][:1]:
+                        self.ledger.snapshots.check(Record.from_bytes(next(self.journal.read(seq - 1))[1]))
                 log.info("%s has left a state as a snapshot", request.donor)
             del self._requests[request.name]
             if request.askers:

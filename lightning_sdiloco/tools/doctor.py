@@ -61,6 +61,7 @@ _FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and w
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
+_progress = Console(stderr=True, highlight=False, soft_wrap=True).print
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
@@ -125,11 +126,6 @@ def _as_table(found: Sequence[Finding]) -> str:
     # Logs of launchers have no width.
     Console(file=printed, force_terminal=terminal, width=None if terminal else 140, highlight=False).print(table)
     return printed.getvalue().rstrip("\n")
-
-
-def _progress(text: str) -> None:
-    """Says what takes its time, beside what is printed at the end."""
-    print(text, file=sys.stderr, flush=True)
 
 
 # The ranks of a training

@@ -13,7 +13,6 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.status import Status
 
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
 from lightning_sdiloco.algorithm.partition import Parameter
@@ -45,29 +44,25 @@ def report(
     """
     require_matplotlib("A report")
     with Console(stderr=True).status("Reading the records") as progress:
-        return _written(run, output, progress)
-
-
-def _written(run: str, output: str | None, progress: Status) -> str:
-    place, read = records_in(run), read_run(run)
-    verdict = judge(read)
-    folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
-    # The page scales its pictures, in SVG: glyphs and lines stay sharp.
-    embedded: dict[str, dict[str, bytes]] = {}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in pictures_of(read):
-            progress.update(f"Drawing {name}")
-            for theme, colors in THEMES.items():
-                suffix, made = "" if theme == "light" else f"-{theme}", partial(PICTURES[name].draw, read, colors)
-                (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
-                embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
-        progress.update("Writing the timeline")
-        write_timeline(folder / "timeline.json", read)
-        (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
-    return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
+        place, read = records_in(run), read_run(run)
+        verdict = judge(read)
+        folder = Path(output) if output is not None else (place if place == Path(run) else place.parent) / "report"
+        # The page scales its pictures, in SVG: glyphs and lines stay sharp.
+        embedded: dict[str, dict[str, bytes]] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in pictures_of(read):
+                progress.update(f"Drawing {name}")
+                for theme, colors in THEMES.items():
+                    suffix, made = "" if theme == "light" else f"-{theme}", partial(PICTURES[name].draw, read, colors)
+                    (folder / f"{name}{suffix}.png").write_bytes(drawn(made, "png", colors, _SIZE, dpi=160))
+                    embedded.setdefault(name, {})[theme] = drawn(made, "svg", colors, _SIZE)
+            progress.update("Writing the timeline")
+            write_timeline(folder / "timeline.json", read)
+            (folder / "report.html").write_text(page(run, read, verdict, embedded), encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"output={str(folder)!r} cannot be written ({error}). Give another folder.") from error
+        return "\n".join([*verdict.sentences, "", f"{folder / 'report.html'}"])
 
 
 # The verdict: what limited a run, and which setting to change
