@@ -60,6 +60,19 @@ def test_python_imports_names_that_there_are_and_gives_arguments_that_are_taken(
 
 
 @pytest.mark.slow
+def test_the_simulator_prints_the_table_that_its_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The numbers are those of another machine and Python, so that all digits are alike here."""
+    page = ROOT / "docs" / "simulate.md"
+    command = next(words for words, _ in shown(page) if "--cli" in words)
+    text = next(block for _, block in blocks(page, "text"))
+    monkeypatch.chdir(ROOT / "examples")
+    printed = told(*command[1:])
+    assert [re.sub(r"[\d.,]+", "0", line).split() for line in text.splitlines()] == [
+        re.sub(r"[\d.,]+", "0", line).split() for line in printed.splitlines()
+    ]
+
+
+@pytest.mark.slow
 def test_the_files_of_the_quickstart_run(tmp_path: Path) -> None:
     page = ROOT / "docs" / "quickstart.md"
     files = {title: text for kind in ("python", "yaml") for title, text in blocks(page, kind) if title}
