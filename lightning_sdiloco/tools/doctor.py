@@ -61,7 +61,7 @@ _FILES_PER_RANK, _FILES = 8, 256  # connections of several process groups, and w
 _PINGS = 10
 _BLOCK = 1 << 20
 _RATE = struct.Struct(">d")
-_progress = Console(stderr=True, highlight=False, soft_wrap=True).print
+_progress = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
 _STYLES = {"ok": "green", "slow": "yellow", "wrong": "bold red"}
 
 
