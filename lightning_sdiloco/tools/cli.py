@@ -1,12 +1,11 @@
 """The command ``sdiloco``: the parameters of a function are the options of a subcommand.
 
 A subcommand is added by writing a file with a function of its name that returns the text to print, and naming it in
-`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help, with the lines that begin with
-``$ sdiloco`` as its examples. A parameter without a default is
-positional, one of type bool is a flag, and one that is a list can be given several times. One that is a dataclass
-stands for its fields: options that several subcommands share. What a user can get wrong is a ``ValueError``: its
-message goes to stderr, and the command ends with exit code 2. A subcommand is imported when it is asked for: some need
-no torch.
+`COMMANDS`. jsonargparse reads its type hints and its docstring, which are the help; its lines behind a $ are the
+examples. A parameter without a default is positional, one of type bool is a flag, and one that is a list can be given
+several times. One that is a dataclass stands for its fields: options that several subcommands share. What a user can
+get wrong is a ``ValueError``: its message goes to stderr, and the command ends with exit code 2. A subcommand is
+imported when it is asked for: some need no torch.
 """
 
 import ast
@@ -144,7 +143,7 @@ def _add_arguments(parser: "_Parser", command: Callable[..., str]) -> None:
     parser.add_function_arguments(command, as_group=False, as_positional=True, skip=set(shared))
     for options in shared.values():
         parser.add_class_arguments(options, as_group=False, instantiate=False)
-    parser.examples = re.findall(r"^ *\$ (sdiloco .*)$", command.__doc__ or "", flags=re.MULTILINE)
+    parser.examples = re.findall(r"^ *\$ (.*)$", command.__doc__ or "", flags=re.MULTILINE)
 
 
 def _shared_options(command: Callable[..., str]) -> dict[str, Any]:
