@@ -60,16 +60,19 @@ def test_python_imports_names_that_there_are_and_gives_arguments_that_are_taken(
 
 
 @pytest.mark.slow
-def test_the_simulator_prints_the_table_that_its_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulator_prints_the_tables_that_its_page_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The numbers are those of another machine and Python, so that all digits are alike here."""
     page = ROOT / "docs" / "simulate.md"
-    command = next(words for words, _ in shown(page) if "--cli" in words)
-    text = next(block for _, block in blocks(page, "text"))
+    commands = [words[2:] for words, _ in shown(page) if words[:2] == ["sdiloco", "simulate"]]
+    one = next(words for words in commands if "--cli" in words)
+    sweep = next(words[1:] for words in commands if "--sweep" in words)
+    for name in ("sweep.svg", "sweep.json"):
+        sweep[sweep.index(name)] = str(tmp_path / name)
     monkeypatch.chdir(ROOT / "examples")
-    printed = told(*command[1:])
-    assert [re.sub(r"[\d.,]+", "0", line).split() for line in text.splitlines()] == [
-        re.sub(r"[\d.,]+", "0", line).split() for line in printed.splitlines()
-    ]
+    for text, words in zip(blocks(page, "text"), (one, [*one, "--set", "trainer.max_steps=160", *sweep]), strict=False):
+        printed = told("simulate", *words)
+        lines = [[re.sub(r"[\d.,]+", "0", line).split() for line in of.splitlines()] for of in (text[1], printed)]
+        assert lines[0] == lines[1]
 
 
 @pytest.mark.slow

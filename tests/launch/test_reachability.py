@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.ranks import in_ranks, run_processes
 from tests.strangers import listening
 
 HOUR = timedelta(hours=1)
+PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 
 
 def loopback() -> str:
@@ -107,6 +109,18 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatc
         assert told.startswith(f"Rank {rank} on {socket.gethostname()} {cannot}")
         for text in (f"127.0.0.1:{port} ", words, "Choose another MASTER_PORT"):
             assert text in told
+        if (program, rank) == ("http", 0):
+            told = told.replace(f"127.0.0.1:{port}", "node0:8000").replace(socket.gethostname(), "node0")
+            assert f"ValueError: {told}\n" in PAGE
+
+
+def test_the_page_shows_what_is_said_of_a_connection_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = [reachability.BrokenConnection(0, 1, "10.80.0.2:44213", "no answer within 10 s")]
+    ranks = [reachability.Endpoints(f"node{rank}", rank, "", ("", 0), ("", 0)) for rank in range(2)]
+    monkeypatch.setattr(reachability, "find_broken_connections", lambda *_: (ranks, broken))
+    told = refusal(require_reachable, None, 0, loopback, loopback)
+    lines, advice = told.rsplit("\n", 1)
+    assert f"ValueError: {lines}\n{advice.partition('. ')[0]}. ...\n" in PAGE
 
 
 def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

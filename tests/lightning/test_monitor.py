@@ -33,7 +33,8 @@ from tests.methods import ByNorm
 from tests.ranks import in_ranks, run_processes, run_ranks
 from tests.training import LAYERS, inner_optimizer, mlp, train_step
 
-PAGE = (Path(lightning_sdiloco.__file__).parents[1] / "docs" / "monitoring.md").read_text()
+DOCS = Path(lightning_sdiloco.__file__).parents[1] / "docs"
+PAGE, CITIES = (DOCS / "monitoring.md").read_text(), (DOCS / "two-cities.md").read_text()
 
 
 def landing(**told: Any) -> Landing:
@@ -361,3 +362,8 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(wor
     without_numbers = partial(re.sub, r"[\d.]+( (bytes|kB|MB)| [kM]bit/s)?", "N")
     shown = re.findall("^Streaming DiLoCo: .*", PAGE, re.MULTILINE)
     assert list(map(without_numbers, shown)) == list(map(without_numbers, (start, measured)))
+    # A guide shows them shortened, for groups of one rank.
+    guide = re.findall("^Streaming DiLoCo: .*", CITIES, re.MULTILINE)
+    for line, made in zip(guide, (start, measured), strict=True):
+        parts = line.replace("1 rank,", "2 ranks,").split("...")
+        assert all(without_numbers(part) in without_numbers(made) for part in parts), line

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -84,6 +86,22 @@ UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
     ({"broken": SHUT, "links": []}, "wrong: reachability", BETWEEN, "Open all TCP ports"),
     ({"links": [MeasuredLink(0, 1, error="no answer")]}, "wrong: round trip 0 -> 1", "no answer", "again"),
 ]
+
+
+def test_the_page_shows_the_table_of_such_a_link() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+    rows: list[list[str]] = []
+    for line in re.findall("^│(.*)│$", page, re.M):
+        cells = [cell.strip() for cell in line.split("│")]
+        if cells[0]:
+            rows.append(cells)
+        else:
+            rows[-1] = [" ".join(filter(None, both)) for both in zip(rows[-1], cells, strict=True)]
+    endpoints = [own._replace(host=f"n{own.group}") for own in seen().endpoints]
+    links = [MeasuredLink(0, 1, 0.0562, 95.6e6), MeasuredLink(1, 0, 0.0562, 22.8e6)]
+    assert len(rows) == 6
+    made = [list(finding) for finding in findings(seen(endpoints=endpoints, links=links, tcp=SLOWLY))]
+    assert [row for row in rows if row not in made] == []
 
 
 def test_what_is_wrong_or_slow_is_told_with_what_to_do_and_where_all_is_well_nothing() -> None:
