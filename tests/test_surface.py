@@ -45,7 +45,7 @@ def options_of(command: str) -> list[str]:
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*command.split(), "--help"])
     # An option of torch's classes, which jsonargparse lists, is none of ours.
-    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue())))
+    return sorted(set(re.findall(r"(?<![\w.-])--[a-z][\w-]*(?![\w.])", printed.getvalue().partition("\nexamples:")[0])))
 
 
 def keys_of_checkpoint() -> dict[str, list[str]]:
