@@ -23,7 +23,7 @@ FACES = ("lightning_sdiloco.lightning_pytorch", "lightning_sdiloco.pytorch_light
 STRATEGIES = ("StreamingDiLoCoStrategy", "StreamingDiLoCoModelParallelStrategy")
 COMMANDS = ["demo", "doctor", "hub", *(f"hub {act}" for act in ("amend", "backup", "end", "evict", "rollback"))]
 COMMANDS += ["keys", *(f"keys {act}" for act in ("add", "init", "revoke"))]
-COMMANDS += ["plan", "report", "schedule", "simulate", "status"]
+COMMANDS += ["completion", "plan", "report", "schedule", "simulate", "status"]
 
 
 def arguments_of(function: Any) -> list[str]:
