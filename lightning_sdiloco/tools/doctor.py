@@ -370,8 +370,8 @@ def measure(
     group: int,
     speaks: bool,
     address: str,
-    seconds: float = SECONDS,
-    progress: Callable[[str], None] = _progress,
+    seconds: float,
+    progress: Callable[[str], None],
 ) -> list[MeasuredLink]:
     """Measures between the first ranks of all worker groups, one link of each at a time. All ranks must call it."""
     listener = Listener(address, lambda connection: _serve(connection, seconds))

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +20,11 @@ from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_
 from tests.fits import fit, refusal
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import in_ranks, run_processes
+from tests.scripts import ROOT
 from tests.strangers import listening
 
 HOUR = timedelta(hours=1)
-PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+PAGE = (ROOT / "docs" / "launching.md").read_text()
 
 
 def loopback() -> str:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from lightning_sdiloco.launch.reachability import BrokenConnection, Endpoints
 from lightning_sdiloco.launch.rendezvous import warn_of_shared_store
 from lightning_sdiloco.tools.doctor import Examined, Launch, MeasuredLink, describe, detect_launch, findings
 from tests.ranks import run_processes
+from tests.scripts import ROOT
 from tests.strangers import listening
 from tests.tools.command import Ran, ran
 
@@ -89,7 +89,7 @@ UNWELL: list[tuple[dict[str, Any], str, str, str]] = [
 
 
 def test_the_page_shows_the_table_of_such_a_link() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "launching.md").read_text()
     rows: list[list[str]] = []
     for line in re.findall("^│(.*)│$", page, re.M):
         cells = [cell.strip() for cell in line.split("│")]

@@ -176,7 +176,7 @@ def _methods_of(file: str, groups: int) -> list[Planned]:
     if not isinstance(read, dict) or not all(isinstance(own, dict) or own is None for own in read.values()):
         raise ValueError(
             f"methods={file!r} is not a YAML file that maps names to arguments of the strategy. Write for example"
-            f" 'rarer: {{sync_every: 200}}'."
+            " 'rarer: {sync_every: 200}'."
         )
     known = _known()
     for name, own in read.items():
