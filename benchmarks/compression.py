@@ -56,7 +56,7 @@ def outer_gradients(size: Size, rounds: int, groups: int = 2, sync_every: int = 
             vector_to_parameters(outer.detach().clone(), replica.model.parameters())
         for tokens, targets in islice(batches, sync_every):
             for replica, *windows in zip(replicas, tokens.chunk(groups), targets.chunk(groups), strict=True):
-                replica.backward(*windows)
+                replica.backward(windows[0], windows[1])
                 replica.step()
         locals_ = [parameters_to_vector(replica.model.parameters()).detach() for replica in replicas]
         found.append([outer.detach() - local for local in locals_])

@@ -113,11 +113,12 @@ def from_scratch(seed: int) -> Iterator[Training]:
 
 def pairs_of(seeds: Sequence[int]) -> dict[str, list[tuple[Training, Training]]]:
     """Each training of language beside its DDP, by setting."""
-    found: dict[str, list[tuple[Training, Training]]] = {}
-    found |= paired(one for seed in seeds for one in fine_tuned(seed))
+    tuned = paired(one for seed in seeds for one in fine_tuned(seed))
+    found: dict[str, list[tuple[Training, Training]]] = {name: [*pairs] for name, pairs in tuned.items()}
     for seed in seeds[:2]:  # a minute and more each
         plain, *others = from_scratch(seed)
         for one in others:
+            assert one.choices is not None
             every, tau, momentum = (one.choices[name] for name in ("sync_every", "overlap_steps", "outer_momentum"))
             name = f"from scratch, H={every}, tau={tau}, outer_momentum={momentum:g}"
             found.setdefault(name, []).append((one, plain))

@@ -27,7 +27,7 @@ from torch import nn
 from benchmarks import report
 from benchmarks.links import Links, missing
 from benchmarks.picture import BLUE, ORANGE, QUIET, figure, save
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import Landing, StreamingDiLoCo
 from lightning_sdiloco.comm.pacing import Connection
 from lightning_sdiloco.compression import resolve
 from tests.ranks import run_processes
@@ -147,7 +147,8 @@ def _rank(case: Case, links: Links, rank: int, world_size: int) -> Ran:
             overlap_steps=case.overlap_steps,
             compression=case.compression,
         )
-    landings, began = [], 0.0
+    landings: list[Landing] = []
+    began = 0.0
     # The flights before are over when the steps begin that count.
     first = (case.before + 1) * case.sync_every - 1
     for step in range(first + case.flights * case.sync_every):

@@ -2,23 +2,17 @@
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
-Two and four groups train a small GPT from the first round on, each on a part of the text of its own, with two lengths
+Two and four groups train a small GPT from the first round on, each on files of its own, with two lengths
 of a round and two learning rates. What the guard would say with any factor follows from how much longer than usual each
 contribution is.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
-from typing_extensions import override
 
 from benchmarks import report
 from benchmarks.models import TINY
-from benchmarks.training import Loop, Text, Training
+from benchmarks.training import Loop, Training
 from lightning_sdiloco import Landing
 from lightning_sdiloco.algorithm.weighting import GUARD, REMEMBERED, usual
 
@@ -27,33 +21,11 @@ CASES = [
 ]
 
 
-class Parts(Text):
-    """The text, of which each group has a part of its own."""
-
-    groups = 1
-
-    @override
-    def _order(self, seed: int, batch: int) -> Iterator[Tensor]:
-        generator, part = torch.Generator().manual_seed(seed), len(self.training) // self.groups
-        while True:
-            windows = [torch.randint(part, (batch // self.groups,), generator=generator) for _ in range(self.groups)]
-            yield torch.cat([part * group + own for group, own in enumerate(windows)])
-
-
-@dataclass(frozen=True)
-class Unequal(Training):
-    @override
-    def text(self) -> Text:
-        text = Parts(self.size, self.validation_windows, self.device)
-        text.groups = self.groups
-        return text
-
-
 def landings(groups: int, sync_every: int, lr: float, budget: float) -> list[Landing]:
     """Trains, and returns all landings of the first group."""
     found: list[Landing] = []
     choices = {"sync_every": sync_every, "overlap_steps": 2, "fragments": "strided:1", "compression": "fp4"}
-    training = Unequal(TINY, choices, groups=groups, budget=budget, lr=lr)
+    training = Training(TINY, choices, groups=groups, budget=budget, lr=lr, split="by_file")
     loop = Loop(training, training.text())
     streaming: Any = loop._streaming
     step = streaming.step

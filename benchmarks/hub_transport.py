@@ -124,7 +124,7 @@ def inside(links: Links, site: int, what: str, *arguments: str) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--inside"]:
-        {"serve": serve, "send": send}[words[1]](*words[2:])
+        (serve if words[1] == "serve" else send)(*words[2:])
         return
     options = report.options(__doc__, words)
     lacks = missing() or (None if shutil.which("iperf3") else "iperf3 is not installed: apt-get install iperf3")

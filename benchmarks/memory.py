@@ -92,7 +92,9 @@ def flown(flights: Flights, rank: int, world_size: int) -> Row:
     patterns = Case(flights.size, flights.fragments).patterns("")
     engine = StreamingDiLoCo(net, sync_every=2 * flights.fragments, overlap_steps=1, fragments=patterns)
     gc.disable()
-    launches, landings, everything = [], [], []
+    launches: list[float] = []
+    landings: list[float] = []
+    everything: list[float] = []
     for _ in range(flights.rounds * 2 * flights.fragments):
         whole, before = time.process_time(), time.thread_time()
         engine.launch_due()

@@ -203,8 +203,8 @@ def draw(models: Mapping[str, Mapping[str, Sequence[Comparison]]], path: Path) -
         axes.set_xlim(-0.5, len(values[factor]) - 0.5)
         axes.tick_params(axis="y", labelsize=7)
     panels[0].set_ylabel("% above DDP", fontsize=8)
-    for (name, found), color in zip(models.items(), (BLUE, ORANGE, GREEN), strict=True):
-        if found:
+    for (name, own), color in zip(models.items(), (BLUE, ORANGE, GREEN), strict=True):
+        if own:
             panels[0].plot([], [], color=color, marker="o", markersize=3, label=name)
     picture.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=8)
     save(picture, path)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
@@ -104,8 +105,9 @@ class Plain:
         messages[rank := dist.get_rank()] = message
         received = dist.irecv(messages[1 - rank], 1 - rank, self.group)
         sent = dist.isend(message, 1 - rank, self.group)
-        received.wait()
-        sent.wait()
+        for work in (received, sent):
+            assert work is not None, "this rank is in the group"
+            work.wait()
         heads = [one[:32].clone().view(torch.int64).tolist() for one in messages]
         assert heads[0][:2] == heads[1][:2], "both launch the same"
         decoded, mean, trained = torch.empty_like(gradient), torch.zeros_like(gradient), heads[0][2] + heads[1][2]
@@ -129,7 +131,10 @@ def costs(width: int, flights: int, turns: int, rank: int, world_size: int) -> d
     numbers = engine.report()
     plain = Plain(network(width), numbers["outer_lr"], numbers["outer_momentum"], numbers["mixing"])
     engine.step()
-    ways = {"ours": (engine.step, engine.step), "plain": (plain.launch, plain.land)}
+    ways: dict[str, tuple[Callable[[], object], ...]] = {
+        "ours": (engine.step, engine.step),
+        "plain": (plain.launch, plain.land),
+    }
     found: dict[str, list[float]] = defaultdict(list)
     for turn in range(turns + 1):
         for name, (launch, land) in ways.items():

@@ -103,7 +103,7 @@ MODELS = {
     "0.5M": Model(
         Size(4, 96, 3, 128),
         {2: Rates(3e-3, 3e-3)},
-        alone={4: Rates(3e-3, 3e-3), 8: Rates(3e-3, 3e-3)},
+        alone={4: Rates(4.5e-3, 3e-3), 8: Rates(4.5e-3, 4.5e-3)},
         tried={4: (3e-3, 4.5e-3), 8: (3e-3, 4.5e-3)},
     ),
     "2M": Model(
@@ -205,7 +205,7 @@ def shares(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields groups that take the mean of their gradients in some of the steps."""
     for (groups, sync_every), share in product(((4, 50), (8, 20)), (0, 0.1, 0.2, 0.5)):
         steps = round(share * pair(size, groups)[0].steps)
-        warm = {"warmup_steps": steps} if steps else {}
+        warm: dict[str, Any] = {"warmup_steps": steps} if steps else {}
         name = f"{size}, M={groups}, H={sync_every}, {share:g} of the steps as warmup_steps"
         yield name, pair(size, groups, TUNING[0], sync_every=sync_every, **warm)
 
@@ -247,7 +247,11 @@ def sparse(size: str) -> Iterator[tuple[str, Pair]]:
         overlap_steps = 5 if sync_every == 50 else 1
         for compression in ("fp4", "sparse"):
             for seed in TUNING:
-                choices = {"sync_every": sync_every, "overlap_steps": overlap_steps, "compression": compression}
+                choices: dict[str, Any] = {
+                    "sync_every": sync_every,
+                    "overlap_steps": overlap_steps,
+                    "compression": compression,
+                }
                 yield f"{size}, M=2, H={sync_every}, {compression}", pair(size, 2, seed, **choices)
 
 

@@ -60,7 +60,8 @@ class Runs:
         return found
 
     def get(self, training: Training) -> Run | None:
-        key = training.key()
+        """Returns the run of a training, on whatever device it was made, or None."""
+        key = {name: value for name, value in training.key().items() if name != "device"}
         return next((run for run in self._done if run.items() >= key.items()), None)
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:

@@ -20,6 +20,7 @@ from benchmarks import comparison, quality, report
 from benchmarks.picture import BLUE, GREEN, ORANGE, QUIET, figure, save
 from benchmarks.runs import Runs
 from benchmarks.training import parameters
+from lightning_sdiloco.planning.units import half_width
 
 SIZES = (35e6, 90e6, 180e6, 335e6, 550e6, 1.3e9, 2.4e9)
 """Parameters of the models of arXiv 2503.09799."""
@@ -67,7 +68,8 @@ def by_gap(groups: int, numel: float) -> float:
         [7, 26, 23]
     """
     there = [(size, gap) for size, gap in zip(SIZES, GAPS[groups], strict=True) if gap > 0]
-    slope, start = np.polyfit(*np.log(np.array(there)).T, 1)
+    sizes, gaps = np.log(there).T
+    slope, start = np.polyfit(sizes, gaps, 1)
     return float(np.exp(start + slope * np.log(numel)))
 
 
@@ -79,7 +81,7 @@ def points(kept: Runs) -> list[Point]:
         pairs = {name: own for name, own in every.items() if ", rate " not in name and "H=100" not in name}
         for one in comparison.compared(kept, pairs):
             groups, numel = pairs[one.name][0][0].groups, parameters(pairs[one.name][0][0].size)
-            found.append(Point(numel, groups, mean(one.percent), comparison.half_width(one.percent) or 0.0))
+            found.append(Point(numel, groups, mean(one.percent), half_width(one.percent) or 0.0))
     return found
 
 

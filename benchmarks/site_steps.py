@@ -29,7 +29,8 @@ from benchmarks.fits import fit
 from lightning_sdiloco import Federation, StreamingDiLoCoStrategy
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.server import HubService
-from tests.chaos.processes import BATCH, FEATURES, SYNC_EVERY, TARGETS, Net
+from tests.chaos.processes import BATCH, SYNC_EVERY, Net
+from tests.large.models import FEATURES, TARGETS
 from tests.ranks import run_processes
 
 RUN, SITES = "steps", ("a", "b")

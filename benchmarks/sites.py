@@ -21,7 +21,7 @@ from benchmarks.learning import LearningCase
 from benchmarks.links import Links
 from benchmarks.models import Size
 from benchmarks.peers.loops import LOOPS, Loop
-from benchmarks.sampler import peak, sampled
+from benchmarks.sampler import Sample, peak, sampled
 from benchmarks.stamps import forget_peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
 
@@ -115,7 +115,7 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     before = forget_peak_memory()
     net, batches = job.case.net(), job.case.batches(rank)
     stamps = job.case.stamps(net, rank)
-    with sampled() if rank == 0 and job.sampled else nullcontext([]) as samples:
+    with sampled() if rank == 0 and job.sampled else nullcontext[list[Sample]]([]) as samples:
         told = loop(job.case, net, batches, stamps, job.first + job.counted)
     in_all = sent_so_far()
     times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}

@@ -64,7 +64,7 @@ def lengths(method: str, mbit_s: float | None, case: Case) -> tuple[int, int]:
     """Steps that do not count, and steps that do."""
     fast = mbit_s is None or mbit_s >= 1000
     if method in _EVERY_STEP:
-        return (3, 10) if fast else (1, {100: 4, 30: 2}.get(mbit_s, 1))
+        return (3, 10) if fast else (1, {100.0: 4, 30.0: 2}.get(mbit_s or 0.0, 1))
     if method == "ddp_powersgd":
         return 3, 10
     if method == "streaming":
@@ -101,7 +101,7 @@ def _doctor(rank: int, world_size: int, links: Links) -> list[doctor.MeasuredLin
     links.enter(rank)
     os.environ.update(links.environment(rank))
     rendezvous = rendezvous_at(links.address(0), 29500, rank, world_size, timedelta(seconds=30))
-    return doctor.measure(rendezvous, world_size, rank, True, links.address(rank))
+    return doctor.measure(rendezvous, world_size, rank, True, links.address(rank), seconds=1.0, progress=report.said)
 
 
 def key(job: Job) -> Row:

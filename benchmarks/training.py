@@ -9,10 +9,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
-from itertools import islice
+from functools import cache, partial
+from itertools import chain, islice
 from pathlib import Path
 from statistics import mean
 from tempfile import gettempdir
@@ -21,7 +21,6 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
 from benchmarks.models import Size, adamw, lr_factor, next_byte_loss
@@ -95,6 +94,11 @@ class Training:
     def can_go_on(self) -> bool:
         """Whether another process can go on where its time was up."""
         return True
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the steps are recorded: all groups train in each, and the optimizer asks the device for nothing."""
+        return self.device == "cuda" and self.inner == "adamw"
 
     def model(self) -> nn.Module:
         return self.size.make(self.seed)
@@ -213,8 +217,11 @@ class Group:
     def __init__(self, training: Training) -> None:
         self.model = training.model().to(training.device)
         self.optimizer = inner_optimizer(training, self.model)
-        self._schedule = LambdaLR(self.optimizer, training.lr_factor)
-        self._clip = training.clip
+        self.steps, self._training = 0, training
+
+    @property
+    def lr(self) -> float:
+        return self._training.lr * self._training.lr_factor(self.steps)
 
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
         """Makes the gradients of one inner step."""
@@ -223,20 +230,62 @@ class Group:
         (loss if trained in (None, len(tokens)) else loss * (trained / len(tokens))).backward()
 
     def step(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self.optimizer.step()
-        self._schedule.step()
+        for options in self.optimizer.param_groups:
+            options["lr"] = self.lr
+        self.update()
+        self.steps += 1
 
-    @property
-    def _parts(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "schedule": self._schedule}
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), self._training.clip)
+        self.optimizer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state[name])
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+
+
+class Recorded:
+    """Both halves of all groups' inner steps on a GPU, recorded once: else small models wait for their launches.
+
+    The groups, which have made a step, are beside each other there.
+    """
+
+    def __init__(self, groups: Sequence[Group], batch: Sequence[Tensor]) -> None:
+        self._groups, self._batch = groups, [one.clone() for one in batch]
+        self._lr = torch.zeros((), device=batch[0].device)
+        for options in chain.from_iterable(group.optimizer.param_groups for group in groups):
+            options.update(lr=self._lr, capturable=True)
+        parts = zip(*(one.chunk(len(groups)) for one in self._batch), strict=True)
+        self._backward = _recorded([partial(group.backward, *part) for group, part in zip(groups, parts, strict=True)])
+        self._update = _recorded([group.update for group in groups])
+
+    def backward(self, batch: Sequence[Tensor]) -> None:
+        for own, one in zip(self._batch, batch, strict=True):
+            own.copy_(one)
+        self._backward.replay()
+
+    def step(self) -> None:
+        self._lr.fill_(self._groups[0].lr)
+        self._update.replay()
+        for group in self._groups:
+            group.steps += 1
+
+
+def _recorded(works: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
+    graph, streams = torch.cuda.CUDAGraph(), [torch.cuda.Stream() for _ in works]
+    with torch.cuda.graph(graph):
+        together = torch.cuda.current_stream()
+        for work, stream in zip(works, streams, strict=True):
+            stream.wait_stream(together)
+            with torch.cuda.stream(stream):
+                work()
+        for stream in streams:
+            together.wait_stream(stream)
+    return graph
 
 
 def inner_optimizer(training: Training, model: nn.Module) -> Optimizer:
@@ -256,6 +305,7 @@ class Loop:
         self._training, self._text = training, text
         self._groups = [training.group() for _ in range(1 if training.choices is None else training.groups)]
         self._streaming: Simulated | None = None
+        self._recorded: Recorded | None = None
         self.step = 0
         if training.choices is not None:
             models, optimizers = [group.model for group in self._groups], [[group.optimizer] for group in self._groups]
@@ -272,21 +322,30 @@ class Loop:
             self.step += 1
         return True
 
-    def train(self, tokens: Tensor, targets: Tensor) -> None:
-        if self._streaming is None:
-            self._groups[0].backward(tokens, targets)
-            self._groups[0].step()
-            return
-        trained = [self._training.trained(group, self.step) for group in range(len(self._groups))]
-        parts = zip(*(whole.chunk(len(self._groups)) for whole in (tokens, targets)), strict=True)
-        busy = [(*one, windows) for *one, windows in zip(self._groups, parts, trained, strict=True) if windows]
-        for group, part, windows in busy:
-            group.backward(*part, windows)
-        self._streaming.average_gradients()
-        for group, *_ in busy:
-            group.step()
-        idle = [group for group, windows in enumerate(trained) if not windows]
-        self._streaming.step(trained=trained, idle=idle)
+    def train(self, *batch: Tensor) -> None:
+        groups, streaming = self._groups, self._streaming
+        trained = [len(batch[0])]
+        if streaming is not None:
+            trained = [self._training.trained(group, self.step) for group in range(len(groups))]
+        parts = list(zip(*(whole.chunk(len(groups)) for whole in batch), strict=True))
+        busy = [one for one in zip(groups, parts, trained, strict=True) if one[-1]]
+        if self._recorded is not None:
+            self._recorded.backward(batch)
+        else:
+            for group, part, windows in busy:
+                group.backward(part[0], part[1], windows)
+        if streaming is not None:
+            streaming.average_gradients()
+        if self._recorded is not None:
+            self._recorded.step()
+        else:
+            for group, *_ in busy:
+                group.step()
+        if streaming is not None:
+            idle = [group for group, windows in enumerate(trained) if not windows]
+            streaming.step(trained=trained, idle=idle)
+        if self._recorded is None and self._training.is_recorded:
+            self._recorded = Recorded(groups, batch)
 
     def finish(self) -> nn.Module:
         """Ends the training; returns the model that one would keep."""

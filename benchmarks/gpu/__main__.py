@@ -1,14 +1,14 @@
 """What a GPU shows in ten minutes, on a machine that has torch and Lightning and perhaps nothing else.
 
-    python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers quality] [--only NAME ...]
+    python -m benchmarks.gpu [--minutes 10] [--out DIR] [--stage tests numbers] [--only NAME ...]
                              [--device cuda] [--quick]
 
 - ``tests``: the bits of the CPU, no race, no wait inside a step, memory, precisions, compiled models, resuming, NCCL;
   five minutes at most.
 - ``numbers``: passes as shares of the copy bandwidth, step time and memory with 125 million and a billion parameters,
   two groups on one device.
-- ``quality``: worker groups against DDP at 5 and 10 million parameters and 16 tokens for each, then a pair at 50
-  million with fewer; see ``benchmarks.quality --stage large``.
+
+What worker groups learn there, `benchmarks.quality --device cuda` measures.
 
 Each piece of work runs in processes of its own and is written to DIR at once, with all that it prints beside it. What
 is there already is not done again; what failed, or was left out for want of time, is. So the same command goes on.
@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from benchmarks import report
 from benchmarks.gpu import passes, steps
 from benchmarks.gpu.overlap import overlapped
-from benchmarks.gpu.trained import quality
 from tests.gpu.checks import CHECKS
 from tests.gpu.fits import FITS
 from tests.gpu.task import DEVICE, Outcome, Place, Task, do
@@ -47,7 +46,6 @@ NUMBERS: dict[str, Task] = {
 QUICK = {
     "tests": ("codecs", "waits", "bf16-mixed"),
     "numbers": ("passes", "overhead 125M", "two groups"),
-    "quality": ("quality",),
 }
 """What is enough to show that everything runs: a piece of work of each kind."""
 
@@ -79,7 +77,7 @@ class Results:
     def is_kept(self, piece: Piece) -> bool:
         """Whether a piece of work need not be done again: it was over on the same device."""
         found = self.read(piece)
-        if found is None or found["status"] not in KEPT or found["found"].get("left"):
+        if found is None or found["status"] not in KEPT:
             return False
         return all(found["measured"][key] == self._about[key] for key in ("device", "command"))
 
@@ -102,13 +100,10 @@ class Results:
 
 
 def pieces(options: argparse.Namespace) -> Iterator[Piece]:
-    every = {"tests": CHECKS | FITS, "numbers": NUMBERS, "quality": {"quality": QUALITY}}
+    every = {"tests": CHECKS | FITS, "numbers": NUMBERS}
     for stage in options.stage:
         names = options.only or (QUICK[stage] if options.quick else every[stage])
         yield from (Piece(stage, name, every[stage][name]) for name in names if name in every[stage])
-
-
-QUALITY = Task("worker groups against DDP, in loss", quality, seconds=3600)
 
 
 class Clock:

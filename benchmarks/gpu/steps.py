@@ -164,7 +164,7 @@ def in_turns(loop: Loop, name: str, own: object, steps: int, turns: int) -> dict
 def with_ddp(loop: Loop, every: int, turns: int) -> dict[str, Any]:
     """Measures DDP with one rank, which has nothing to send: its buckets, and what it does around a step."""
     backend = "nccl" if loop.place.is_cuda else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         # Without gradients that are there already, as in the first step of a fit.
         loop.optimizer.zero_grad()

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.comparison import interval
 from benchmarks.methods import computed, shaped, small
+from benchmarks.models import TINY
 from benchmarks.picture import BLUE, GREEN, GREY, RED, figure, save
 from lightning_sdiloco.planning.units import half_width
 
@@ -100,7 +101,7 @@ CLAIMS: Mapping[str, Claim] = {
         "two groups on a link that carries half of what H=20 sends, in virtual time",
         small.over_time,
         {"seed": SEEDS, "method": list(small.SCHEDULES)},
-        {"seed": [0], "budget": [0.1], "size": [small.TINY]},
+        {"seed": [0], "budget": [0.1], "size": [TINY]},
         beside="H=20",
     ),
     "tables": Claim(

@@ -134,7 +134,7 @@ def glomo(method: str, lr: float, seed: int, clients: int = 50, rounds: int = 40
     beta = float(method.partition("=")[2] or 1)
     outer = partial(SGD, lr=1.0, momentum=1 - beta)
     simulated = SimulatedGroups(models, **FEDGLOMO, sync_every=steps, outer_optimizer=outer)
-    previous: list[nn.Module] = []
+    previous: list[Net] = []
     for _ in range(rounds):
         starts = [deepcopy(model) for model in models]
         sampled = torch.randperm(clients, generator=random)[:5].tolist()

@@ -120,17 +120,18 @@ class FedGLOMO(NamedTraining):
 class _GlomoGroup(Group):
     """A group that trains from the outer parameters, and on the same batches from those of the round before."""
 
+    _training: FedGLOMO
+
     def __init__(self, training: FedGLOMO) -> None:
         super().__init__(training)
         assert training.choices is not None
-        self._training, self._every = training, int(training.choices["sync_every"])
-        self._made = 0
+        self._every = int(training.choices["sync_every"])
         self._previous: nn.Module | None = None
         self._before: LocalMomentum | None = None
 
     @override
     def backward(self, tokens: Tensor, targets: Tensor, trained: int | None = None) -> None:
-        if self._made % self._every == 0:
+        if self.steps % self._every == 0:
             start = deepcopy(self.model)
             self._now = LocalMomentum(self.model, next_byte_loss)
             self._before = None if self._previous is None else LocalMomentum(self._previous, next_byte_loss)
@@ -139,10 +140,10 @@ class _GlomoGroup(Group):
 
     @override
     def step(self) -> None:
-        rate = self._training.lr * self._training.lr_factor(self._made)
-        self._made += 1
+        rate = self.lr
+        self.steps += 1
         self._now.step(*self._batch, rate)
         if self._before is not None:
             self._before.step(*self._batch, rate)
-            if self._made % self._every == 0:
+            if self.steps % self._every == 0:
                 self._before.add_to(self.model, 1 - self._training.beta)

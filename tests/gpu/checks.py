@@ -18,6 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from benchmarks import quality
+from benchmarks import training as benchmark
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
@@ -319,6 +321,26 @@ def backend_on(place: Place, rank: int) -> DeviceBackend:
     return own
 
 
+def recorded(place: Place, rank: int, world_size: int) -> Found:
+    """Steps of the benchmarks that are recorded once and replayed have the bits of others."""
+    if not place.is_cuda:
+        raise NotHere("steps are recorded on CUDA")
+    ours, ddp = quality.alone("0.5M", 4, seed=0)
+    warm = {**(ours.choices or {}), "warmup_steps": 10}
+    found: Found = {}
+    for name, one in {"ours": replace(ours, choices=warm), "DDP": ddp}.items():
+        models = []
+        for records in (True, False):
+            with patch.object(benchmark.Training, "is_recorded", records):
+                training = replace(one, device=place.device)
+                loop = benchmark.Loop(training, training.text())
+                loop.run(steps=45)
+            models.append([[parameter.detach() for parameter in loop.model.parameters()]])
+        found[name] = difference(*models)
+        assert same(*models), found
+    return found
+
+
 # What tells most first.
 CHECKS: dict[str, Task] = {
     "codecs": Task("encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150),
@@ -338,4 +360,5 @@ CHECKS: dict[str, Task] = {
         f"NCCL, {name}": Task("over NCCL a run has the bits of gloo", partial(between_devices, name), 2, seconds=60)
         for name in ("fp4", "fp32, two shots", "random, two shots, offloaded")
     },
+    "recorded": Task("steps that are replayed have the bits of others", recorded, seconds=60),
 }
