@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import hypothesis.strategies as st
 import pytest
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.stamps import forget_peak_memory, peak_memory
 from lightning_sdiloco import Carry, StreamingDiLoCo, memory
-from lightning_sdiloco.compression import ErrorFeedback, Int2, Int4, TopK
+from lightning_sdiloco.compression import FP4, ErrorFeedback, Int2, Int4, TopK
 from lightning_sdiloco.memory import SparePages, new_vector
 from tests.engine.groups import outer_state
 from tests.ranks import run_ranks
@@ -74,15 +75,17 @@ def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_les
         assert spare_bytes(spares) == kept
         del asking[-1:]
     memory._SPARES = spares = memory._Spares()
-    asking = [SparePages(100 * LONG)]
+    asking = [SparePages(12 * LONG)]
     several = [vector() for _ in range(4)]
     addresses = {each.data_ptr() for each in several}
     del several[1:]
-    message = vector(LONG // 3)
-    assert spare_bytes(spares) == 8 * LONG  # one went for the message
+    messages = [vector(LONG // 3)]
+    assert spare_bytes(spares) == 12 * LONG
+    messages.append(vector(LONG // 3))
+    assert spare_bytes(spares) == 8 * LONG  # one went for the second message
     several += [vector() for _ in range(2)]
     assert {each.data_ptr() for each in several} <= addresses
-    del message, asking
+    del messages, asking
     # The pages of a long vector that are not kept go back to the system.
     own = vector(20_000_000).fill_(1.0)
     before = int(Path("/proc/self/statm").read_text().split()[1])
@@ -92,10 +95,10 @@ def test_no_more_is_kept_than_asked_for_and_another_size_drops_nothing_while_les
 
 @given(st.lists(st.tuples(st.integers(70_000, 120_000), st.integers(0, 6)), max_size=40))
 @settings(max_examples=15, deadline=None)
-def test_all_pages_are_never_more_than_were_in_use_at_once(taken: list[tuple[int, int]]) -> None:
+def test_all_pages_are_hardly_more_than_were_in_use_at_once(taken: list[tuple[int, int]]) -> None:
     spares = memory._Spares()
     memory._SPARES = spares
-    asking = SparePages(1 << 30)
+    asking = SparePages(asked := 1_000_000)
     live: list[Tensor] = []
     most = 0
     for numel, freed in taken:
@@ -104,7 +107,7 @@ def test_all_pages_are_never_more_than_were_in_use_at_once(taken: list[tuple[int
         # What a vector has in place of what it asked for is a sixteenth larger at most.
         assert spares._in_use <= sum(4 * each.numel() for each in live) * 17 / 16
         most = max(most, spares._in_use)
-        assert spares._in_use + spare_bytes(spares) <= most
+        assert spares._in_use + spare_bytes(spares) <= most + asked / 5
     del asking
 
 
@@ -153,7 +156,7 @@ def test_flights_take_what_those_before_left_and_nothing_that_anybody_still_read
 # Parts of two shots are not equal, and a copy is longer than what the allocator keeps for itself.
 NUMEL = 9_000_001
 # Messages: fp4 takes an eighth of a copy for each of a few. And the scratch of a stretch.
-BESIDES = 0.4
+BESIDES = 0.6
 CASES: list[tuple[float, dict[str, Any]]] = [
     # Outer gradient, new outer parameters, new momentum.
     (3, {"exchange": "two_shot"}),
@@ -177,6 +180,22 @@ def train(numel: int, steps: int, choices: dict[str, Any]) -> StreamingDiLoCo:
             part.add_(torch.linspace(-1e-3, 1e-3, len(part)))
         engine.step()
     return engine
+
+
+def new_in_flights(rank: int, world_size: int) -> list[int]:
+    """The sizes of the pages that came from the system in the last of several flights."""
+    engine = train(NUMEL // 9, 13, {})
+    with patch.object(memory, "_new_pages", side_effect=memory._new_pages) as new:
+        for _ in range(16):
+            engine.step()
+    engine.close()
+    return [size for (size,), _ in new.call_args_list]
+
+
+def test_no_vector_is_new_because_a_message_is_long() -> None:
+    for made in run_ranks(new_in_flights, 2):
+        # Four flights. Pages that come back at the moment at which others are taken are left alone.
+        assert sum(size > FP4().wire_bytes(NUMEL // 9) for size in made) <= 1, made
 
 
 def held(choices: dict[str, Any], rank: int, world_size: int) -> float:
