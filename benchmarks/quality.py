@@ -122,7 +122,7 @@ MODELS = {
 TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """Inner learning rates."""
 
-MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(1.2e-2, 1.2e-2)}
+MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(2.4e-2, 1.2e-2)}
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
 """DiLoCo as it was before streaming: one fragment, float32, nothing in flight while groups train."""
