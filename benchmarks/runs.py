@@ -60,8 +60,7 @@ class Runs:
         return found
 
     def get(self, training: Training) -> Run | None:
-        """Returns the run of a training, on whatever device it was made, or None."""
-        key = {name: value for name, value in training.key().items() if name != "device"}
+        key = training.key()
         return next((run for run in self._done if run.items() >= key.items()), None)
 
     def make(self, trainings: Iterable[Training], workers: int, minutes: float = math.inf) -> None:

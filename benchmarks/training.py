@@ -396,8 +396,6 @@ def _text(size: Size, validation_windows: int, device: str) -> Text:
 
 def made(training: Training, until: float = math.inf, state: Path | None = None) -> Run | None:
     torch.set_num_threads(1)
-    if training.device == "cuda":
-        torch.set_float32_matmul_precision("high")
     text, began = training.text(), (time.process_time(), time.time())
     loop, spent = Loop(training, text), (0.0, 0.0)
     if state is not None and state.exists():
