@@ -2,8 +2,8 @@
 
     python -m benchmarks.guard [--quick] [--json FILE]
 
-Two and four groups train a small GPT from the first round on, each on files of its own, with two lengths
-of a round and two learning rates. What the guard would say with any factor follows from how much longer than usual each
+Two and four groups train a small GPT from the first round on, each on files of its own, with two lengths of a
+round and two learning rates. What the guard would say with any factor follows from how much longer than usual each
 contribution is.
 """
 

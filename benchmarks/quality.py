@@ -226,7 +226,7 @@ def muon(size: str) -> Iterator[tuple[str, Pair]]:
     """Yields Muon inside both methods: each rate on the seeds for tuning, and by itself the best ones on the others."""
     for rate, seed in product(TRIED_MUON, TUNING):
         rates = Rates(rate, rate)
-        if rate < TRIED_MUON[-1]:
+        if rate < TRIED_MUON[-1]:  # two groups are worse at the last but one already
             yield at_rate(f"{size}, M=2, H=50, Muon", rate), pair(size, 2, seed, rates, "muon")
         for groups in (4, 8):
             name = at_rate(f"{size}, M={groups}, H=20, by itself, Muon", rate)

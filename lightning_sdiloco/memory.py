@@ -4,8 +4,8 @@
 written there. So the pages that a flight leaves wait for the next one, as far as a caller asks for that with
 `SparePages`. Where the next flight needs other sizes, spare pages are given back as it takes new ones: all pages, spare
 ones included, are hardly more than were in use at another time. The margin holds a few messages, for which the pages of
-a long vector would go and come again. What it is worth, in two processes of one machine:
-without it a launch and its landing take 1.6, 1.2 and 1.2 times as long with 0.5, 2.1 and 8.4 million parameters.
+a long vector would go and come again. What spare pages are worth, in two processes of one machine: without them a
+launch and its landing take 1.4, 1.1 and 1.3 times as long with 0.5, 2.1 and 8.4 million parameters.
 """
 
 import mmap
