@@ -207,10 +207,9 @@ class Aggregation(Weighing):
         norms = {group: controls[group].norm for group in candidates}
         out = () if self.guard is None else tuple(outlying(norms, dict(enumerate(state)), self.guard))
         factors = by_training(controls, [group for group in candidates if group not in out])
-        for group in factors:
-            norm = controls[group].norm
-            if self.clip_norm is not None and norm > self.clip_norm:
-                factors[group] *= self.clip_norm / norm
+        if self.clip_norm is not None:
+            for group in factors:
+                factors[group] *= min(1.0, self.clip_norm / norms[group]) if norms[group] else 1.0
         return Count(factors, out)
 
     @override

@@ -7,6 +7,7 @@ Work in the background is a generator: what lies between two ``yield`` is a stag
 which it was started, so one fragment is encoded while another one is on its way and a third one makes its outer step.
 """
 
+import itertools
 import logging
 import math
 import queue
@@ -29,7 +30,7 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Control, Count, plain, trained
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, plain, trained
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import STAGES, Topology
@@ -48,6 +49,10 @@ _MOMENT = 0.5
 # How many inner steps, and how many flights, are remembered for what is measured of them.
 _REMEMBERED, _FLIGHTS = 16, 3
 
+# Below so many values the control vector goes in one message with the payload: another one would cost more than a copy.
+# But in one flight of so many it goes ahead, which shows how long the payload is on the link.
+_SHORT, _AHEAD = 1 << 16, 7
+
 _log = logging.getLogger(__name__)
 
 # The stages of the background, each with its own communicator.
@@ -55,12 +60,16 @@ _SEND, _AVERAGE, _STEP = range(3)
 
 
 class Synchronizer:
-    """Flies fragments, with what is the same for all flights of a model that is cut in one way."""
+    """Flies fragments, with what is the same for all flights of a model that is cut in one way.
+
+    Attributes:
+        diagnoses: Whether flights measure how far the groups agree.
+    """
 
     def __init__(
         self, fragments: Sequence[FragmentState], topology: Topology, settings: Settings, diagnoses: bool
     ) -> None:
-        self._fragments, self._topology, self._diagnoses = fragments, topology, diagnoses
+        self._fragments, self._topology, self.diagnoses = fragments, topology, diagnoses
         groups, codec, self._merge = topology.num_groups, settings.codec, settings.landing
         # In a leg each group sends its partners whole fragments.
         in_rounds = settings.exchange if settings.shares else "gather"
@@ -72,6 +81,9 @@ class Synchronizer:
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
+        # It always does where messages travel once all groups are known to have launched, and where lengths do.
+        self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
+        self._flights = itertools.count()
         # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
@@ -87,7 +99,10 @@ class Synchronizer:
 
         # Line 7: compress the outer gradient and send it, behind what goes with it.
         began = time.perf_counter()
-        words: Any = topology.control.post([self._control(launch, fragment)] * topology.num_groups)
+        # Groups that are at unlike points count their flights alike, and learn from each other's words where they are.
+        word, is_ahead = self._control(launch, fragment), next(self._flights) % _AHEAD == 0 or launch.leg
+        is_along = launch.gradient.numel() < self._short and not is_ahead
+        words: Any = None if is_along else topology.control.post([word] * topology.num_groups)
         all_reduce = self._all_reduce(launch)
         brought = self._bring(launch, fragment) if launch.leg else None
         values = launch.gradient if brought is None else brought.values
@@ -95,23 +110,30 @@ class Synchronizer:
         # Only one rank of a group sends buffers.
         travelling = launch.travelling if topology.group_rank == 0 else []
         tail = [launch.buffers[index].reshape(-1).view(torch.uint8) for index in travelling]
-        messages: Any = _messages(encoded.payloads, tail, launch.leg)
+        head, tail_bytes = [word.to(device)] if is_along else [], sum([part.numel() for part in tail])
+        messages: Any = _messages(head, encoded.payloads, tail, launch.leg)
         posted_at = time.perf_counter()
         posted: Any = self._exchange.post(messages, [one.numel() for one in messages] if launch.leg else None)
         spans["encode"] = span_from(began, device)
-        measures = self._diagnoses and is_round
+        measures = self.diagnoses and is_round
         loss = _squares([all_reduce.decode_own(encoded.payloads, values) - values, values]) if measures else None
-        memory, tuning, tail_bytes = encoded.memory, encoded.tuning, sum([part.numel() for part in tail])
-        del encoded, messages, tail, values
+        memory, tuning = encoded.memory, encoded.tuning
+        del encoded, messages, head, tail, values
         yield
 
         # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which goes to all of them.
-        began, posts = time.perf_counter(), [(topology.control, words), (self._exchange, posted)]
-        (words, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
+        began, posts = time.perf_counter(), [] if is_along else [(topology.control, words)]
+        posts.append((self._exchange, posted))
+        (*others, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
-        on_link_s = on_link(posted_at, began, arrived[0], arrived[1], spans["encode"][1] - spans["encode"][0])
-        controls = [Control.unpacked(word.numpy().data) for word in words]
-        payloads = [message[: message.numel() - tail_bytes] for message in messages]
+        begins = CONTROL_BYTES if is_along else 0
+        parts = [one.tensor_split([begins, one.numel() - tail_bytes]) for one in messages]
+        along, payloads, tails = ([one[at] for one in parts] for at in range(3))
+        on_link_s = math.nan
+        if not is_along:
+            (along,), encoding = others, spans["encode"][1] - spans["encode"][0]
+            on_link_s = on_link(posted_at, began, arrived[0], arrived[1], encoding)
+        controls = [Control.unpacked(one.cpu().numpy().data) for one in along]
         self._check(controls, launch)
         # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
         is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
@@ -135,10 +157,8 @@ class Synchronizer:
         spans["decode"] = span_from(began, device)
         buffers: dict[int, Tensor] = {}
         if launch.travelling and count.factors:
-            tails = {group: messages[group][messages[group].numel() - tail_bytes :] for group in count.factors}
-            buffers = self._mean_buffers(tails, launch)
-            del tails
-        del words, messages, posted, payloads, brought
+            buffers = self._mean_buffers({group: tails[group] for group in count.factors}, launch)
+        del words, others, along, messages, posted, payloads, tails, parts, brought
         if self._hands_over:
             yield
 
@@ -323,12 +343,14 @@ class Synchronizer:
             )
 
 
-def _messages(payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
+def _messages(
+    head: Sequence[Tensor], payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]
+) -> list[Tensor]:
     """Makes the messages to all groups, payload and buffers: one for those that share a payload."""
     messages = {id(one): one for one in payloads}
-    if tail:
+    if head or tail:
         for one in messages.values():
-            parts = [one, *tail]
+            parts = [*head, one, *tail]
             whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
             messages[id(one)] = torch.cat(parts, out=whole)
     # Groups that are not partners exchange nothing.

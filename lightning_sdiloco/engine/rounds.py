@@ -126,12 +126,11 @@ class Rounds:
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
         # The last inner step in which gradients were launched, and how often.
         self._gradients_at = self._gradients = 0
-        self.diagnose(self._diagnoses)
+        self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
 
     def diagnose(self, diagnoses: bool) -> None:
         """Measures at every landing how far the groups agree, or no longer does."""
-        self._diagnoses = diagnoses
-        self._synchronizer = Synchronizer(self.fragments, self._topology, self.settings, diagnoses)
+        self._diagnoses = self._synchronizer.diagnoses = diagnoses
 
     def begin(self, outer: NamedOuter, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""

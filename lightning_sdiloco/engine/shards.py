@@ -343,13 +343,11 @@ class FragmentLayout(ABC):
         self.parameters = list(parameters)
         self._held: Callable[[Tensor], Tensor] = local if any(map(is_sharded, parameters)) else Tensor.detach
         self._shapes = [held.shape for held in self.held]
-        # Which parameter, which of its values, and where these lie in the shard.
-        self._places, end = list[tuple[int, slice, slice]](), 0
-        for index, own in enumerate(pieces):
-            if own.start < own.stop:
-                self._places.append((index, own, slice(end, end + own.stop - own.start)))
-                end = self._places[-1][2].stop
-        self._end = end
+        self._numels = [shape.numel() for shape in self._shapes]
+        # Which values of which parameters the shard has, and how many, one parameter behind the other.
+        self._pieces = [(index, own) for index, own in enumerate(pieces) if own.start < own.stop]
+        self._lengths = [own.stop - own.start for _, own in self._pieces]
+        self._end = sum(self._lengths)
 
     @property
     def held(self) -> list[Tensor]:
@@ -403,28 +401,26 @@ class FragmentLayout(ABC):
     def outer_gradient(self, outer: Tensor, held: Sequence[Tensor] | None = None) -> Tensor:
         """Returns the outer gradient, outer parameters minus local ones (or others), in one pass over both."""
         held, difference = self.held if held is None else held, new_vector(outer.numel(), outer.device)
-        for index, own, where in self._places:
+        parts = [whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)]
+        for (index, own), before, part in zip(self._pieces, *parts, strict=True):
             values = held[index].reshape(-1)[own]
             # Longer types are rounded first, as they are where the shard is read.
             exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
-            torch.sub(outer[where], values if exact else values.to(torch.float32), out=difference[where])
-        difference[self._end :] = 0
+            torch.sub(before, values if exact else values.to(torch.float32), out=part)
+        difference[self._end :].zero_()
         return difference
 
     def shard_of(self, held: Sequence[Tensor]) -> Tensor:
         """Copies the shard of this rank out of parameters, or what `split` returned."""
         shard = new_vector(self.length, held[0].device).zero_()
-        for index, own, where in self._places:
-            shard[where] = held[index].reshape(-1)[own]
+        for (index, own), part in zip(self._pieces, shard[: self._end].split_with_sizes(self._lengths), strict=True):
+            part.copy_(held[index].reshape(-1)[own])
         return shard
 
     def split(self, gathered: Tensor) -> list[Tensor]:
         """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
-        end, parts = 0, list[Tensor]()
-        for shape in self._shapes:
-            start, end = end, end + shape.numel()
-            parts.append(gathered[start:end].view(shape))
-        return parts
+        parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def write(self, gathered: Tensor) -> None:
         for parameter, values in zip(self.held, self.split(gathered), strict=True):

@@ -89,6 +89,26 @@ def test_the_bytes_of_two_shots_are_those_of_the_parts_and_of_no_values_those_of
             run.groups.finish()
 
 
+def test_a_short_message_takes_the_control_vector_along_but_in_one_flight_of_seven() -> None:
+    def ahead(numel: int, **choices: Any) -> tuple[list[int], int]:
+        """The steps at which control vectors went ahead of the payloads, and the bytes that a group sent."""
+        settings: dict[str, Any] = {"sync_every": 2, "overlap_steps": 1, "fragments": [["*"]], **choices}
+        groups = SimulatedGroups([nn.Linear(numel, 1) for _ in range(3)], **settings)
+        engine, sent = groups.engines[0], [0]
+        for _ in range(35):
+            groups.step()
+            sent.append(engine.topology.control.bytes_sent)
+        landed = [step for step in range(1, 36) if sent[step] - sent[step - 1] >= 2 * CONTROL_BYTES]
+        return [step - 1 for step in landed], int(engine.report()["bytes_sent"])
+
+    rounds = list(range(2, 35, 2))
+    for exchange in ("gather", "two_shot"):
+        short, long = ahead(65_534, exchange=exchange), ahead(65_535, exchange=exchange)
+        assert (short[0], long[0]) == (rounds[::7], rounds)
+        assert 0 <= long[1] - short[1] <= 2 * 8 * len(rounds)
+    assert ahead(60, exchange="gather", compression=ByLink())[0] == rounds
+
+
 def test_what_the_second_rounding_loses_comes_with_the_next_mean_and_what_chance_picks_loses_nothing() -> None:
     for compression in FAMILY:
         mean = torch.randn(600, generator=torch.Generator().manual_seed(0)).exp()

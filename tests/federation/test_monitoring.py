@@ -7,18 +7,20 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 from lightning_sdiloco.tools.hub import MetricsServer
 from tests.federation.hubs import World, until
 from tests.federation.scripted import RUN
-from tests.fits import SHORT, fit
+from tests.fits import SHORT, fit, module
 from tests.ranks import run_processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
@@ -117,13 +119,16 @@ class Prometheus(subprocess.Popen[bytes]):
         return [float(own["value"][1]) for own in self.asked("query", query=expr)["result"]]
 
 
-def test_a_real_prometheus_answers_every_query_of_the_dashboard(world: World, tmp_path: Path) -> None:
+def test_a_real_prometheus_answers_every_query_of_the_dashboard(keys: Path, tmp_path: Path) -> None:
     require("prometheus")
     pytest.importorskip("prometheus_client", reason="prometheus_client is not installed")
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
     asked = {text.replace("$run", RUN).replace("$site", ".*"): text for text in queries}
-    world.found("a", "b", rounds=2)
-    hub, port = MetricsServer("127.0.0.1:0", world.service.coordinator.status, world.service.is_serving), free_port()
+    # The ranks are forked, which gRPC bears only while none of its threads are at work.
+    with closing(World(tmp_path, keys)) as world:
+        world.found("a", "b", rounds=2)
+        status = world.service.coordinator.status()
+    hub, port = MetricsServer("127.0.0.1:0", lambda: status, lambda: True), free_port()
     server = Prometheus(tmp_path, hub.port, port)
 
     def run(rank: int, world_size: int) -> Any:
@@ -133,7 +138,9 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(world: World, tm
             return [expr for expr in asked if not server.values(expr)]
 
         logger = {"logger": [PrometheusLogger(f"127.0.0.1:{port}")], "log_every_n_steps": 5}
-        report = fit(rank, world_size, 2, 60, SHORT, trainer_choices=logger)["report"]
+        # Messages that are so long that they are waited for, which tells how fast the link is.
+        net = nn.Sequential(nn.Linear(5, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 3))
+        report = fit(rank, world_size, 2, 60, SHORT, make=partial(module, net=net), trainer_choices=logger)["report"]
         if rank == 0:
             with suppress(AssertionError):  # it says which are left
                 until(lambda: not unanswered(), 60.0)
@@ -144,7 +151,7 @@ def test_a_real_prometheus_answers_every_query_of_the_dashboard(world: World, tm
         left, report, landings = run_processes(run, 2, timeout=200)[0]
         assert left == []
         assert landings == [report["landings"]]
-        rounds = [own["round"] for own in world.service.coordinator.status()["fragments"]]
+        rounds = [own["round"] for own in status["fragments"]]
         assert sorted(server.values("sdiloco_fragment_round")) == sorted(rounds)
         told = [rule for group in server.asked("rules")["groups"] for rule in group["rules"]]
         assert [(rule["name"], rule["health"]) for rule in told] == [(rule["alert"], "ok") for rule in RULES]
