@@ -147,7 +147,7 @@ class Landing(NamedTuple):
             second hop, and ``outer_step`` in the background.
         diagnostics: How far the groups agree, if `StreamingDiLoCo.diagnose` asked for it.
         on_link_s: Seconds for which the messages of the other groups were on the link; NaN if unknown, because they had
-            arrived before this rank began to wait for them.
+            arrived before this rank began to wait for them, or were too short to be measured every time.
         sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
         step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
 
