@@ -12,7 +12,7 @@ from benchmarks.runs import Runs
 from benchmarks.training import Run, Training
 from lightning_sdiloco.planning.units import half_width
 
-FEWEST_ROUNDS = 15
+FEWEST_ROUNDS = 14
 """What has fewer rounds tells nothing of a setting, and is left out."""
 
 Pairs = Sequence[tuple[Training, Training]]

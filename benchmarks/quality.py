@@ -16,7 +16,7 @@
 
 The worker groups are simulated in one process (`SimulatedGroups`), with the bits of as many processes, so that the load
 of the machine does not matter. DDP has the batches of all groups together. What nobody sets is chosen by the library,
-and kept as numbers: a run is that of its numbers, whatever the library chooses later. What has fewer than 15 rounds is
+and kept as numbers: a run is that of its numbers, whatever the library chooses later. What has fewer than 14 rounds is
 left out.
 
 With --json every run is kept at once, and runs that the file has are not made again. With --minutes too, a training
@@ -92,10 +92,10 @@ MODELS = {
     "tiny": Model(TINY, {2: Rates(3e-3, 3e-3)}, budget=0.05),
     "0.1M": Model(
         SMALL,
-        {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)},
+        {2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(9e-3, 6e-3)},
         batch=1,
         every={2: (50, 20, 100), 4: (50, 20, 100), 8: (20, 100)},
-        alone={2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(6e-3, 6e-3)},
+        alone={2: Rates(6e-3, 3e-3), 4: Rates(6e-3, 6e-3), 8: Rates(9e-3, 6e-3)},
         tried={4: (6e-3, 8e-3), 8: (6e-3, 9e-3)},
         alone_every=(20, 100),
     ),
