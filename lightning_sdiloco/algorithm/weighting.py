@@ -209,7 +209,8 @@ class Aggregation(Weighing):
         factors = by_training(controls, [group for group in candidates if group not in out])
         if self.clip_norm is not None:
             for group in factors:
-                factors[group] *= min(1.0, self.clip_norm / norms[group]) if norms[group] else 1.0
+                if norms[group] > self.clip_norm:
+                    factors[group] *= self.clip_norm / norms[group]
         return Count(factors, out)
 
     @override

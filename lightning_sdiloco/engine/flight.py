@@ -49,8 +49,8 @@ _MOMENT = 0.5
 # How many inner steps, and how many flights, are remembered for what is measured of them.
 _REMEMBERED, _FLIGHTS = 16, 3
 
-# Below so many values the control vector goes in one message with the payload: another one would cost more than a copy.
-# But in one flight of so many it goes ahead, which shows how long the payload is on the link.
+# Below so many values the control vector goes along in the message of the payload: another message would cost more than
+# a copy. In one flight of so many it goes ahead all the same, which shows how long the payload is on the link.
 _SHORT, _AHEAD = 1 << 16, 7
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Synchronizer:
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
             self._exchange = VaryingExchange(topology.control, topology.exchange)
-        # It always does where messages travel once all groups are known to have launched, and where lengths do.
+        # It always goes ahead where messages wait until all are known to have launched, or their lengths go ahead.
         self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
         self._flights = itertools.count()
         # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
@@ -346,7 +346,7 @@ class Synchronizer:
 def _messages(
     head: Sequence[Tensor], payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]
 ) -> list[Tensor]:
-    """Makes the messages to all groups, payload and buffers: one for those that share a payload."""
+    """Makes the messages to all groups, one for those that share a payload: what goes along, payload, buffers."""
     messages = {id(one): one for one in payloads}
     if head or tail:
         for one in messages.values():
