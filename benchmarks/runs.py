@@ -21,9 +21,6 @@ from benchmarks.training import Run, Training, made
 # What runs had before there was a choice.
 _BEFORE = {"device": "cpu", "split": "shuffled"}
 
-# Trainings that are alike in these, and both DDP or both not, take as long for each token.
-_KIND = ("size", "groups", "batch", "inner", "device")
-
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Makes the command line of a benchmark of many trainings: that of `report.parser`, and how to make them."""
@@ -69,22 +66,17 @@ class Runs:
         until = time.time() + 60 * minutes
         under_way: dict[Future[Run | None], Training] = {}
         with _executor(workers) as pool:
-            while left or under_way:
-                while left and len(under_way) < workers:
+            while True:
+                while left and len(under_way) < workers and time.time() < until:
                     one = left.pop(0)
-                    if self._begins(one, until, minutes):
-                        under_way[pool.submit(made, one, until, self._state(one))] = one
+                    under_way[pool.submit(made, one, until, self._state(one))] = one
+                if not under_way:
+                    break
                 for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                     self._keep(under_way.pop(future), future.result())
         missing = sum(self.get(one) is None for one in wanted.values())
         if missing:
             report.said(f"{missing} of {len(wanted)} trainings are left. The same command goes on with them.")
-
-    def _begins(self, training: Training, until: float, minutes: float) -> bool:
-        expected, now = self.expected_seconds(training), time.time()
-        if expected is None or expected > 60 * minutes or self._is_begun(training):
-            return now < until
-        return now + expected <= until
 
     def _keep(self, training: Training, run: Run | None) -> None:
         if run is None:
@@ -97,15 +89,6 @@ class Runs:
             state.unlink(missing_ok=True)
             with suppress(OSError):  # there are others in it, or none
                 state.parent.rmdir()
-
-    def expected_seconds(self, training: Training) -> float | None:
-        """Returns how long a training will take if each token takes as long as in the last run like it, or None."""
-        key = {**training.key(), "tokens": training.tokens}
-        alike = [run for run in self._done if _kind(run) == _kind(key)]
-        if not alike:
-            return None
-        seconds: float = alike[-1].get("seconds", alike[-1]["cpu_seconds"]) / alike[-1]["tokens"]
-        return seconds * training.tokens
 
     def _state(self, training: Training) -> Path | None:
         if self._path is None:
@@ -125,10 +108,6 @@ class Runs:
 
 def _name(training: Training) -> str:
     return json.dumps(training.key(), sort_keys=True)
-
-
-def _kind(run: Run) -> tuple[Any, ...]:
-    return run["choices"] is None, *(run[name] for name in _KIND)
 
 
 def _executor(workers: int) -> Executor:

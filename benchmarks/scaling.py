@@ -41,7 +41,7 @@ SHOWN = (8e4, 4e9)
 
 
 class Point(NamedTuple):
-    """What was measured here: parameters, groups, and percent above DDP with the half of its 95 % interval."""
+    """What was measured here: parameters, groups, and percent above DDP with the half of its 95 % interval, or 0."""
 
     parameters: int
     groups: int
@@ -116,7 +116,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = points(Runs("scaling", options.json))
     rows = [
-        [f"{one.parameters:,}", str(one.groups), f"{one.gap:+.1f} ± {one.half:.1f}"]
+        [
+            f"{one.parameters:,}",
+            str(one.groups),
+            f"{one.gap:+.1f} ± {one.half:.1f}" if one.half else f"{one.gap:+.1f} ± ?",
+        ]
         + [f"{law(one.groups, one.parameters):+.1f}" for law in (by_losses, by_gap)]
         for one in found
     ]

@@ -234,7 +234,7 @@ def test_a_training_in_pieces_has_the_bits_of_one(tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == [path], "no state is left"
 
 
-def test_no_training_begins_that_would_not_be_over_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainings_begin_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[Training] = []
 
     def noted(one: Training, *args: Any) -> dict[str, Any]:
@@ -244,8 +244,8 @@ def test_no_training_begins_that_would_not_be_over_in_time(tmp_path: Path, monke
     monkeypatch.setattr(runs, "made", noted)
     monkeypatch.setattr(runs.time, "time", lambda: 40.0 * len(begun))
     trainings = [replace(DDP, seed=seed) for seed in range(4)]
-    # Nothing is known of the first; a third one would end after 120 seconds. What the file has is not made again.
-    for minutes, seeds in ((1.9, [0, 1]), (inf, [0, 1, 2, 3])):
+    # The third begins after 80 of 84 seconds: its state would be kept. What the file has is not made again.
+    for minutes, seeds in ((1.4, [0, 1, 2]), (inf, [0, 1, 2, 3])):
         Runs("test", tmp_path / "runs.json").make(trainings, 1, minutes=minutes)
         assert [one.seed for one in begun] == seeds
 
