@@ -41,12 +41,11 @@ SHOWN = (8e4, 4e9)
 
 
 class Point(NamedTuple):
-    """What was measured here: parameters, groups, and percent above DDP with the half of its 95 % interval, or 0."""
+    """What was measured here: parameters, groups, and percent above DDP with each seed."""
 
     parameters: int
     groups: int
-    gap: float
-    half: float
+    percent: Sequence[float]
 
 
 def by_losses(groups: int, numel: float) -> float:
@@ -81,7 +80,7 @@ def points(kept: Runs) -> list[Point]:
         pairs = {name: own for name, own in every.items() if ", rate " not in name and "H=100" not in name}
         for one in comparison.compared(kept, pairs):
             groups, numel = pairs[one.name][0][0].groups, parameters(pairs[one.name][0][0].size)
-            found.append(Point(numel, groups, mean(one.percent), half_width(one.percent) or 0.0))
+            found.append(Point(numel, groups, one.percent))
     return found
 
 
@@ -94,9 +93,15 @@ def draw(found: Sequence[Point], path: Path) -> None:
         laws = [[law(groups, each) for each in small] for law in (by_losses, by_gap)]
         axes.fill_between(small, *laws, color=color, alpha=0.15, linewidth=0)
         own = [point for point in found if point.groups == groups]
-        bars = {"yerr": [point.half for point in own], "color": color, "linestyle": "", "marker": "D", "capsize": 3}
+        bars = {
+            "yerr": [half_width(point.percent) or 0.0 for point in own],
+            "color": color,
+            "linestyle": "",
+            "marker": "D",
+            "capsize": 3,
+        }
         shifted = [point.parameters * 1.15 ** (np.log2(groups) - 2) for point in own]
-        axes.errorbar(shifted, [point.gap for point in own], **bars)
+        axes.errorbar(shifted, [mean(point.percent) for point in own], **bars)
     axes.axhline(0, color=QUIET, linewidth=1)
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=1)
@@ -116,11 +121,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found = points(Runs("scaling", options.json))
     rows = [
-        [
-            f"{one.parameters:,}",
-            str(one.groups),
-            f"{one.gap:+.1f} ± {one.half:.1f}" if one.half else f"{one.gap:+.1f} ± ?",
-        ]
+        [f"{one.parameters:,}", str(one.groups), comparison.interval(one.percent, digits=1)]
         + [f"{law(one.groups, one.parameters):+.1f}" for law in (by_losses, by_gap)]
         for one in found
     ]
