@@ -40,6 +40,7 @@ from lightning_sdiloco.engine.shards import (
     local,
     to_parameters,
 )
+from lightning_sdiloco.engine.start import require_same_start
 from lightning_sdiloco.version import VERSION
 
 FORMAT = 2
@@ -391,19 +392,26 @@ def read_own(
 ) -> State:
     """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it."""
     own: State = {}
-    refusal = None
+    header, refusal = None, None
     try:
-        own = _read_own(path, read().get(KEY), topology, settings, len(inner_optimizers))
+        header = read().get(KEY)
+        own = _read_own(path, header, topology, settings, len(inner_optimizers))
     except Exception as error:
         # Any error, because the other ranks would wait for this one.
         refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
     refusals = [text for text in topology.world.all_gather_object(refusal) if text is not None]
     if refusals:
         raise ValueError(refusals[0])
+    require_same_start(start_of(header or {}, own), topology.world)
     for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
         take_up_state(optimizer, state)
     set_random_state(own["random"])
     return own
+
+
+def start_of(header: Mapping[str, Any], own: State) -> str:
+    """Says where a rank goes on, given the header of a checkpoint and what the rank saved there."""
+    return f"inner step {own['engine']['counts']['inner_steps']} (save {header['save'][:8]})"
 
 
 def _read_own(

@@ -223,6 +223,15 @@ def require_same_settings(settings: Mapping[str, str], world: Communicator) -> N
         )
 
 
+def require_same_start(start: str, world: Communicator) -> None:
+    """Refuses ranks that start from unlike checkpoints, told by where they do so. All ranks must call it."""
+    if differences := _differences(world.all_gather_object({"the start": start})):
+        raise ValueError(
+            f"The ranks do not start from one checkpoint: {differences[0]}. Give all ranks the same one. Where machines"
+            " have disks of their own, copy the file and the folder beside it to each of them."
+        )
+
+
 def require_same_model(model: nn.Module, world: Communicator) -> None:
     """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
     signatures = world.all_gather_object(_signature(model))

@@ -71,6 +71,8 @@ class Checkpointer:
         self._options, self._format = fit.options, fit.format
         self.resumed: dict[str, Any] | None = None
         """What this rank saved, of a fit that is about to resume exactly."""
+        self.start = "a new run"
+        """Where the fit starts, in words."""
         self._restart: Restart | None = None
         self._random_state: dict[str, Any] | None = None
         # The checkpoints of this run that still exist, and whether it saved each itself.
@@ -88,13 +90,17 @@ class Checkpointer:
     def load(self, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
         checkpoint = self._format.read(self._trainer.strategy, path, load, *args, **kwargs)
         header = checkpoint.get(files.KEY)
-        if header is None or self._trainer.state.fn != "fit":
+        if self._trainer.state.fn != "fit":
+            return checkpoint
+        if header is None:
+            self.start = f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
             return checkpoint
         if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header)
         else:
             self._require_the_settings_of(header)
             self.resumed = files.read_rank(str(path), header, self._trainer.global_rank)
+            self.start = files.start_of(header, self.resumed)
             self._standing[str(path)] = False
             self._take_up(checkpoint, self.resumed)
         return checkpoint
@@ -180,7 +186,7 @@ class Checkpointer:
         if first.failure:
             is_told = "ValueError" in first.failure
             raise ValueError(first.text if is_told else f"{path} cannot be read: {first.failure[0]}: {first.text}")
-        self._restart = Restart.of(first.value)
+        self._restart, self.start = Restart.of(first.value), "outer parameters of another run"
         size, own = layout["group_size"], None
         # This rank reads the file of its group and shard, if there is one, or of the group's first.
         mesh = {name: of for name, of in layout.items() if name not in ("worker_groups", "group_size")}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
-from lightning_sdiloco.engine.start import align_model, cut, require_same_model
+from lightning_sdiloco.engine.start import align_model, cut, require_same_model, require_same_start
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
     Epochs,
@@ -120,6 +120,7 @@ class Fit(FitState):
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
+        require_same_start(self.checkpointer.start, self.groups.topology.world)
         self.options.choose_for_length(module, self.groups.topology, self._known_steps, self.checkpointer.saved_warmup)
         engine = StreamingDiLoCo(
             module,

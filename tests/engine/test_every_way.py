@@ -293,6 +293,16 @@ def test_the_state_of_another_rank_and_a_file_of_other_groups_are_refused(tmp_pa
     assert [words for words in (told, "engine.save(path)", "register_for_check") if words not in other] == []
 
 
+def test_ranks_that_load_unlike_files_are_refused(tmp_path: Path) -> None:
+    def resume(rank: int, world_size: int) -> str:
+        for steps in (5, 6):
+            trained(steps).save(tmp_path / f"{steps}.ckpt")
+        return refusal(trained(0).load, tmp_path / f"{5 + rank}.ckpt")
+
+    told = r"the start is inner step 5 \(save \w{8}\) on rank 0, inner step 6 \(save \w{8}\) on rank 1\. Give all"
+    assert [words for words in run_ranks(resume, 2) if not re.search(told, words)] == []
+
+
 def test_a_device_that_nobody_uses_is_not_asked_for_its_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was forked by one that knows of the device could not answer."""
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -380,6 +381,23 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
     refused = {words: run_processes(partial(run_fit, **case), 2, expect_failure=True) for words, case in cases.items()}
     told = {words: errors[1].splitlines()[-1] for words, errors in refused.items()}
     assert {words: text for words, text in told.items() if words not in text} == {}
+
+
+def test_ranks_that_do_not_resume_from_one_checkpoint_are_refused_before_they_train(tmp_path: Path) -> None:
+    """As where each machine has a disk of its own, with an older copy on it, or none."""
+
+    def resumed(rank: int, world_size: int, steps: Sequence[int | None]) -> str:
+        path = steps[rank] and tmp_path / f"step={steps[rank]}.ckpt"
+        return refusal(run_fit, rank, world_size, path=path)
+
+    run_processes(
+        partial(run_fit, steps=12, callbacks=[at({n: save(tmp_path / f"step={n}.ckpt") for n in (8, 12)})]), 2
+    )
+    for steps, words in (
+        ((8, 12), r"inner step 8 \(save .*\) on rank 0, inner step 12 \(save .*\) on rank 1"),
+        ((8, None), "a new run on rank 1"),
+    ):
+        assert [told for told in run_processes(resumed, 2, steps, timeout=60) if not re.search(words, told)] == []
 
 
 def fail(rank: int, trainer: Any) -> None:
