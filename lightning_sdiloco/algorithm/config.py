@@ -25,6 +25,9 @@ from lightning_sdiloco.compression import Compression, resolve
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
+UNTRAINED_KINDS = ("mean", "first", "own")
+"""What may become of state that no optimizer trains; see docs/untrained-state.md."""
+
 AUTO: Literal["auto"] = "auto"
 """Stands for what is chosen: here, or by the planner."""
 
@@ -204,6 +207,7 @@ class Settings:
     schedule: LaunchSchedule | None = None
     weighing: Weighing | None = None
     route: Route | None = None
+    untrained: Mapping[str, str] | None = None
     timeout: timedelta = DEFAULT_TIMEOUT
 
     def __post_init__(self) -> None:
@@ -213,6 +217,7 @@ class Settings:
         self._check_ranges()
         self._check_outer_optimizer()
         self._check_policies()
+        self._check_untrained()
         if not self.shares:
             self._check_gossip()
 
@@ -259,6 +264,20 @@ class Settings:
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which"
                 f" also say how much a group counts. Leave out {' and '.join(both)}, or weighing."
             )
+
+    def _check_untrained(self) -> None:
+        patterns = self.untrained
+        if patterns is None:
+            return
+        says = "it must map patterns of names to 'mean', 'first' or 'own', such as {'*.queue': 'own'}"
+        if not isinstance(patterns, Mapping):
+            raise ValueError(
+                f"untrained={patterns!r} is of type {type(patterns).__name__}: {says}. Leave it out, or map."
+            )
+        object.__setattr__(self, "untrained", dict(patterns))
+        for pattern, kind in patterns.items():
+            if not isinstance(pattern, str) or kind not in UNTRAINED_KINDS:
+                raise ValueError(f"untrained={{{pattern!r}: {kind!r}}} is not possible: {says}. Correct it.")
 
     def _check_gossip(self) -> None:
         """Refuses what does not work with separate outer parameters in every group."""

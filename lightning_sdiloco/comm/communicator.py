@@ -95,11 +95,12 @@ class Communicator:
         every[self.rank] = every[self.rank]._replace(raised=own.raised)
         return every
 
-    def broadcast(self, tensor: Tensor) -> None:
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrites a tensor with that of one rank of the process group."""
         if self.size == 1:
             return
         staged = self._staged(tensor).contiguous()
-        dist.broadcast(staged, group=self.process_group, group_src=0)
+        dist.broadcast(staged, group=self.process_group, group_src=source)
         if staged is not tensor:
             tensor.copy_(staged)
 

@@ -31,7 +31,7 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.flight import finite_mean, norm_squared
+from lightning_sdiloco.engine.flight import norm_squared
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
@@ -41,9 +41,10 @@ from lightning_sdiloco.engine.shards import (
     to_parameters,
 )
 from lightning_sdiloco.engine.start import require_same_start
+from lightning_sdiloco.engine.untrained import Kind, new_outer
 from lightning_sdiloco.version import VERSION
 
-FORMAT = 2
+FORMAT = 3
 """Version of the folder's format; any other is refused."""
 
 KEY = "streaming_diloco"
@@ -77,14 +78,14 @@ class Saved(NamedTuple):
 
 class Restart(NamedTuple):
     parameters: dict[str, OuterParameter]
-    buffers: dict[str, Tensor]
+    untrained: dict[str, Tensor]
     counts: dict[str, int]
 
     @staticmethod
     def of(arrived: Sequence[Any]) -> "Restart":
         """Returns one that came from another rank, as a plain tuple."""
-        parameters, buffers, counts = arrived
-        return Restart({name: OuterParameter(*own) for name, own in parameters.items()}, buffers, counts)
+        parameters, untrained, counts = arrived
+        return Restart({name: OuterParameter(*own) for name, own in parameters.items()}, untrained, counts)
 
 
 # Files
@@ -525,7 +526,7 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     counts = ranks[0]["counts"]
     return Restart(
         parameters=parameters,
-        buffers={
+        untrained={
             name: values
             for part, shard in zip(buffers, shards[0], strict=True)
             for name, values in part.items()
@@ -549,7 +550,8 @@ def _mean_of(groups: Sequence[State]) -> State:
     for one in zip(*(group["fragments"] for group in groups), strict=True):
         state = {key: mean([fragment["state"][key] for fragment in one]) for key in one[0]["state"]}
         rows = zip(*(fragment["buffers"] for fragment in one), strict=True)
-        buffers = [finite_mean(torch.stack(values), None) for values in rows]
+        kinds = [Kind(kind) for kind in one[0]["buffer_kinds"]]
+        buffers = [_new_outer(kind, values, values[0], False) for kind, values in zip(kinds, rows, strict=True)]
         outer = mean([fragment["outer"] for fragment in one])
         fragments.append({**one[0], "outer": outer, "state": state, "buffers": buffers})
     return {**groups[0], "fragments": fragments}
@@ -589,10 +591,17 @@ def _land(
             shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
         outer = buffers[fragment]
         names = list(outer)
+        kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
         for position in flights[0][0]["travelling"]:
-            sent = torch.stack([flights[group][0]["buffers"][position] for group in count.factors])
-            outer[names[position]] = finite_mean(sent, outer[names[position]])
+            sent = [flights[group][0]["buffers"][position] for group in count.factors]
+            name = names[position]
+            outer[name] = _new_outer(Kind(kinds[position]), sent, outer[name], True)
     return landed
+
+
+def _new_outer(kind: Kind, sent: Sequence[Tensor], outer: Tensor, keeps_outer: bool) -> Tensor:
+    by_group = {str(group): values for group, values in enumerate(sent)}
+    return new_outer(kind, by_group, outer, keeps_outer=keeps_outer)[0]
 
 
 def _control(flight: State) -> Control:

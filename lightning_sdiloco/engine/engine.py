@@ -35,7 +35,7 @@ from lightning_sdiloco.engine.checkpoint import (
 from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.outer import storage_for
-from lightning_sdiloco.engine.outer_view import GroupMean, OuterView
+from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import trainable, unwrapped
 from lightning_sdiloco.engine.start import (
@@ -52,6 +52,7 @@ from lightning_sdiloco.engine.start import (
     take_over,
     topology_for,
 )
+from lightning_sdiloco.engine.untrained import first_own
 
 _log = logging.getLogger(__name__)
 
@@ -116,6 +117,9 @@ class StreamingDiLoCo:
         weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it trained.
         route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it groups hold their
             own outer parameters, and showing the outer model needs `group_mean`.
+        untrained: What becomes of buffers and frozen parameters, by patterns of their names: ``"mean"``, ``"first"`` or
+            ``"own"``. By default statistics of norms are averaged, other buffers are those of the first group, and
+            large ones and frozen parameters are each group's own.
         timeout: How long a fragment may be in flight.
         federation: The `Federation` that these ranks, launched on their own, join as a site; None: all groups are
             launched together.
@@ -162,6 +166,7 @@ class StreamingDiLoCo:
         schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
+        untrained: Mapping[str, str] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         inner_optimizers: Sequence[Optimizer] = (),
         topology: Topology | None = None,
@@ -319,6 +324,7 @@ class StreamingDiLoCo:
             self.final_landings += [] if landing is None else [self._noted(landing)]
             yield
         self.view.end()
+        self.view.write_untrained(self.first_own())
         self.close()
 
     def leave(self) -> list[Landing]:
@@ -411,13 +417,31 @@ class StreamingDiLoCo:
         """The fragments in flight, in the order of their launch."""
         return tuple(flight.launch.fragment for flight in self.rounds.flights)
 
-    def evaluate(self, mean: GroupMean | None = None) -> AbstractContextManager[None]:
+    def evaluate(
+        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None
+    ) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
         In-group collective. Given a mean from `group_mean`, it shows that and waits for no other group. Without one, on
         a route that does not share, it shows this group's outer parameters.
+
+        Args:
+            mean: What `group_mean` returned; None: the outer model.
+            own: What `first_own` returned; None: each group shows what it keeps of untrained state itself.
         """
-        return self.view.shown(mean)
+        return self.view.shown(mean, own)
+
+    @property
+    def own_moved(self) -> bool:
+        """Whether code has moved state that groups keep, such as a frozen teacher: known alike in all groups."""
+        return any(fragment.untrained.own_moved for fragment in self.rounds.fragments)
+
+    def first_own(self) -> dict[str, Tensor]:
+        """Returns what the first group keeps of untrained state, by name, where this rank holds something else.
+
+        All ranks must call it. Give it to `evaluate`, so that all groups show one consistent state.
+        """
+        return first_own([fragment.untrained for fragment in self.rounds.fragments], self.topology)
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
         """Replaces the local model with the outer model, or a mean, as `evaluate` does."""
@@ -437,19 +461,20 @@ class StreamingDiLoCo:
     def average_now(self) -> Iterator[GroupMean | None]:
         """Does what `group_mean` does. Yields None until it has the mean, so that groups in one process take turns."""
         self._require_open("group_mean()")
-        gathered, buffers = list[Tensor](), list[Mapping[int, Tensor]]()
+        gathered, untrained = list[Tensor](), list[Mapping[int, Tensor]]()
 
         def receive(flight: Flight) -> None:
             arrival = flight.pending.result()
-            keep_until_done([*arrival.gathered, *arrival.buffers.values()])
+            keep_until_done([*arrival.gathered, *arrival.untrained.outer.values()])
             self._counts.bytes_sent += arrival.landing.bytes_sent
             self._counts.bytes_received += arrival.landing.bytes_received
             gathered.append(self.rounds.storage.store(arrival.gathered[0]))
-            buffers.append(arrival.buffers)
+            untrained.append(arrival.untrained.outer)
 
         with self.view.hidden():
             yield from self.rounds.average_now(self.inner_steps, receive)
-        yield GroupMean(gathered, buffers)
+            own = self.first_own()
+        yield GroupMean(gathered, untrained, own)
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
@@ -492,7 +517,7 @@ class StreamingDiLoCo:
             self.settings = settings
             self._cut(self.fragments)
         self.rounds.load_records(state)
-        self.view.load_local(state["local"])
+        self.view.load_local(LocalValues(**state["local"]))
         self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
@@ -519,7 +544,7 @@ class StreamingDiLoCo:
         """Restarts the rounds from an earlier run's outer state, with any groups and fragments. All ranks call it."""
         self._counts = Counts(**restart.counts)
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
-        self.rounds.begin(NamedOuter(landed, restart.buffers), self.inner_steps)
+        self.rounds.begin(NamedOuter(landed, restart.untrained), self.inner_steps)
         self.view.write_outer()
 
     @torch.no_grad()
@@ -564,7 +589,7 @@ class StreamingDiLoCo:
             # Their outer values are not trained, and no landing will come.
             mean = self.view.named(self.group_mean())
             trained = {name: own._replace(values=mean[name].flatten()) for name, own in untrained.items()}
-            outer = NamedOuter({**outer.parameters, **trained}, outer.buffers)
+            outer = NamedOuter({**outer.parameters, **trained}, outer.untrained)
         take_over(self.model, before, outer, self.topology)
         self._cut(fragments)
         self.rounds.begin(outer, self.inner_steps)

@@ -37,6 +37,7 @@ from lightning_sdiloco.comm.topology import STAGES, Topology
 from lightning_sdiloco.compression import Compression, resolve
 from lightning_sdiloco.engine.fragments import Arrival, Diagnostics, FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
+from lightning_sdiloco.engine.untrained import NOTHING, Arrived, agreed, arrived, to_bytes
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
@@ -109,7 +110,7 @@ class Synchronizer:
         encoded = all_reduce.encode(values, memory, tuning)
         # Only one rank of a group sends buffers.
         travelling = launch.travelling if topology.group_rank == 0 else []
-        tail = [launch.buffers[index].reshape(-1).view(torch.uint8) for index in travelling]
+        tail = [to_bytes(launch.buffers[index]) for index in travelling]
         head, tail_bytes = [word.to(device)] if is_along else [], sum([part.numel() for part in tail])
         messages: Any = _messages(head, encoded.payloads, tail, launch.leg)
         posted_at = time.perf_counter()
@@ -155,9 +156,9 @@ class Synchronizer:
         # A part comes back as all groups decode it.
         mean = mean if hop is None else mean.new_empty(0)
         spans["decode"] = span_from(began, device)
-        buffers: dict[int, Tensor] = {}
+        untrained = NOTHING
         if launch.travelling and count.factors:
-            buffers = self._mean_buffers({group: tails[group] for group in count.factors}, launch)
+            untrained = self._untrained({group: tails[group] for group in count.factors}, launch)
         del words, others, along, messages, posted, payloads, tails, parts, brought
         if self._hands_over:
             yield
@@ -200,7 +201,7 @@ class Synchronizer:
             if count.factors and residual is not None:
                 changes["residual"] = fragment.store(residual)
         weights, changed = [own.weight for own in controls], reduce(or_, [controls[g].changed for g in partners])
-        return Arrival(changes, rule, gathered, buffers, changed, weights, report, self._exchange.sends_bytes_per_s)
+        return Arrival(changes, rule, gathered, untrained, changed, weights, report, self._exchange.sends_bytes_per_s)
 
     def _all_reduce(self, launch: Launch) -> AllReduce:
         if launch.purpose is Purpose.ROUND:
@@ -219,7 +220,7 @@ class Synchronizer:
             weight=launch.weight,
             digest=fragment.digest(launch),
             norm_squared=norm,
-            changed=0 if launch.purpose is Purpose.GRADIENT else fragment.buffers.changed(launch.buffers),
+            changed=0 if launch.purpose is Purpose.GRADIENT else fragment.untrained.changed(launch.buffers),
             step_time=launch.step_time,
         )
         word = torch.frombuffer(own.packed(), dtype=torch.uint8)
@@ -236,21 +237,20 @@ class Synchronizer:
             return self._weighing.count(controls, self._fragments[launch.fragment].weighing)
         return trained(controls) if launch.purpose is Purpose.GRADIENT else plain(controls)
 
-    def _mean_buffers(self, tails: Mapping[int, Tensor], launch: Launch) -> dict[int, Tensor]:
-        """Returns the plain mean of the buffers that travel, over the groups that count. In-group collective."""
-        own = [launch.buffers[index] for index in launch.travelling]
-        flat = torch.cat([buffer.reshape(-1) for buffer in own])
+    def _untrained(self, tails: Mapping[int, Tensor], launch: Launch) -> Arrived:
+        """Returns what becomes of the untrained state that travels, given what groups sent. In-group collective."""
+        state = self._fragments[launch.fragment].untrained
+        sizes = [state.nbytes(index) for index in launch.travelling]
+        # Behind the values, a byte for each tensor says whether all groups sent the same.
+        flat = torch.empty(sum(sizes) + len(sizes), dtype=torch.uint8, device=launch.gradient.device)
         if self._topology.group_rank == 0:
-            buffers = self._fragments[launch.fragment].buffers
-            outer = {buffers.names[index]: buffers.outer[index] for index in launch.travelling}
-            # Where rounds start, each group has its own buffers for the outer ones.
-            keeps = launch.purpose is not Purpose.START
-            counted = {f"worker group {group}": tail for group, tail in tails.items()}
+            # Where rounds start, each group has its own values for the outer ones.
+            keeps_outer = launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(launch.leg, default=0)
-            flat = mean_of_buffers(counted, outer, keeps=keeps, says=speaks)
+            senders = {f"worker group {group}": tail.split(sizes) for group, tail in tails.items()}
+            flat.copy_(agreed(state, launch.travelling, senders, keeps_outer=keeps_outer, speaks=speaks))
         self._topology.stages[_AVERAGE].broadcast(flat)
-        parts = zip(launch.travelling, flat.split([buffer.numel() for buffer in own]), own, strict=True)
-        return {index: part.view_as(buffer) for index, part, buffer in parts}
+        return arrived(state, launch.travelling, flat.split([*sizes, len(sizes)]), launch.buffers)
 
     # A route that does not share; see [Note: gossip]
 
@@ -323,7 +323,7 @@ class Synchronizer:
         if len(set(values.values())) == 1:
             values = {group: controls[group].digest for group in leg}
             differs = "did not begin from" if launch.leg else "do not hold"
-            has_buffers = bool(self._fragments[launch.fragment].buffers.names) and not launch.leg
+            has_buffers = bool(self._fragments[launch.fragment].untrained.names) and not launch.leg
             alike = "outer parameters and buffers" if has_buffers else "outer parameters"
             alike = "outer optimizer state" if launch.purpose is Purpose.START else alike
             what = f"{differs} the same {alike}"
@@ -397,33 +397,6 @@ def reported(
         diagnostics=None,
         step_times=tuple([control.step_time for control in controls]),
     )
-
-
-def mean_of_buffers(
-    tails: Mapping[str, Tensor], outer: Mapping[str, Tensor], *, keeps: bool = True, says: bool = True
-) -> Tensor:
-    rows = torch.stack([tail.clone().view(torch.float32) for tail in tails.values()])
-    if bool(rows.isfinite().all()):
-        return rows.mean(dim=0)
-    means, left_out, sizes = list[Tensor](), dict[str, str](), [one.numel() for one in outer.values()]
-    for own, (name, before) in zip(rows.split(sizes, dim=1), outer.items(), strict=True):
-        finite = own.isfinite().all(dim=1).tolist()
-        # A value that is infinite by design, such as a mask's, is so everywhere.
-        if any(finite) or bool(before.isfinite().all()):
-            left_out |= {who: name for who, is_finite in zip(tails, finite, strict=True) if not is_finite}
-        means.append(finite_mean(own, before.flatten() if keeps else None))
-    if left_out and says:
-        _log.warning(
-            "Buffers that are not finite are left out of the mean and get the outer values: %s.",
-            ", ".join(f"{name!r} of {who}" for who, name in left_out.items()),
-        )
-    return torch.cat(means)
-
-
-def finite_mean(rows: Tensor, outer: Tensor | None) -> Tensor:
-    """Returns the plain mean of a buffer over the groups in which all of it is finite."""
-    finite = rows.flatten(1).isfinite().all(dim=1).tolist()
-    return rows[finite].mean(dim=0) if any(finite) else rows.mean(dim=0) if outer is None else outer
 
 
 def norm_squared(gradient: Tensor) -> float:

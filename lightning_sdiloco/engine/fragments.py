@@ -9,12 +9,13 @@ tensor             shape        where       what it holds, and who writes it
 =================  ===========  ==========  ============================================================================
 parameters         their own    device      Local parameters, in the model, of any floating dtype. The inner optimizer
                                             and landings write to them; so does `OuterView`, which shows the outer ones.
-buffers            their own    device      Local buffers, in the model, of any floating dtype. Written by the forward
-                                            pass and by landings.
+untrained          their own    device      Local buffers and frozen parameters, in the model, of any dtype. Written by
+                                            the user's code and by landings; see [Note: kinds of untrained state].
 outer.values       (length,)    storage     Outer parameters of the shard: bitwise equal in all groups.
 outer.state        (length,)    storage     State of the outer optimizer. What is not elementwise, such as a count of
                                             steps, has its own shape and dtype, and is where torch wants it.
-buffers.outer      their own    device      Outer buffers, float32; bitwise equal in all groups.
+untrained.outer    their own    device      Outer values of what travels of these, float32 for statistics and in their
+                                            own dtype otherwise; bitwise equal in all groups.
 memory             (length,)    storage     Error feedback: what the compression left out of earlier payloads; None
                                             until there is some. Each group has its own.
 tuning             (1+blocks,)  storage     What else the compression takes over from earlier launches, such as
@@ -41,22 +42,22 @@ in an `Arrival`, and writes to none of the record.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_sdiloco.algorithm.config import Settings
-from lightning_sdiloco.algorithm.merge import LandingRule, mix
+from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.weighting import combined
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, outer_optimizer_for
-from lightning_sdiloco.engine.shards import FragmentLayout, clean_name, digest, is_sharded, layouts_of, trainable
+from lightning_sdiloco.engine.shards import FragmentLayout, digest, layouts_of, trainable
+from lightning_sdiloco.engine.untrained import Arrived, UntrainedState, untrained_state_of
 
 Span = tuple[float, float]
 """Start and end, on the clock of ``time.perf_counter()``."""
@@ -203,107 +204,11 @@ class Arrival(NamedTuple):
     changes: Mapping[str, Any]
     rule: LandingRule
     gathered: Sequence[Tensor]
-    buffers: Mapping[int, Tensor]
+    untrained: Arrived
     changed: int
     trained: Sequence[int]
     landing: Landing
     sends_bytes_per_s: float = 0.0
-
-
-# The buffers that travel with a fragment, such as the statistics of BatchNorm
-
-# One bit for each buffer says whether it changed; further ones share the last bit.
-_BITS = 64
-
-
-class FragmentBuffers:
-    """Holds the persistent floating-point buffers of a fragment: the model's own, and their outer values."""
-
-    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
-        self.names = tuple(buffers)
-        self._local = list(buffers.values())
-        self.outer = self.snapshot()
-        self._travelling = -1
-
-    def snapshot(self) -> list[Tensor]:
-        return [buffer.detach().to(torch.float32, copy=True) for buffer in self._local]
-
-    def changed(self, snapshot: list[Tensor]) -> int:
-        """Compares a snapshot with the outer buffers: one bit for each buffer that differs."""
-        bits = 0
-        for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
-            if not torch.equal(values, outer):
-                bits |= 1 << min(index, _BITS - 1)
-        return bits
-
-    def travelling(self, final: bool = False) -> list[int]:
-        """Returns the indices of the buffers that travel with the next launch."""
-        return [i for i in range(len(self._local)) if final or self._travelling >> min(i, _BITS - 1) & 1]
-
-    def commit(self, outer: Mapping[int, Tensor], changed: int) -> None:
-        """Takes new outer values by index, and which buffers changed in some group."""
-        for index, values in outer.items():
-            self.outer[index] = values
-        self._travelling = changed
-
-    def mix(self, mixing: float, indices: Iterable[int]) -> None:
-        for index in indices:
-            local, outer = self._local[index], self.outer[index]
-            if mixing:
-                # Decided on the device, without a wait of the host.
-                local.copy_(torch.where(local.isfinite().all(), local, outer.to(local.dtype)))
-            mix(local, outer, mixing)
-
-    def write(self) -> None:
-        self.mix(0.0, range(len(self._local)))
-
-    def write_values(self, values: Mapping[int, Tensor]) -> None:
-        for index, buffer in values.items():
-            self._local[index].copy_(buffer)
-
-    def named(self) -> dict[str, Tensor]:
-        return dict(zip(self.names, self.outer, strict=True))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the outer buffers on the host, and which of them travel with the next launch."""
-        return {
-            "buffer_names": list(self.names),
-            "buffers": [buffer.to("cpu") for buffer in self.outer],
-            "travelling": self._travelling,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pairs = zip(state["buffers"], self.outer, strict=True)
-        self.outer = [values.to(own.device, copy=True) for values, own in pairs]
-        self._travelling = state["travelling"]
-
-
-def buffers_of(model: nn.Module, fragments: Sequence[Fragment]) -> list[FragmentBuffers]:
-    """Assigns every buffer to the fragment that holds parameters of its module, or of the nearest one."""
-    fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
-    chosen: list[dict[str, Tensor]] = [{} for _ in fragments]
-    for name, buffer in travelling_buffers(model):
-        if is_sharded(buffer):
-            raise ValueError(
-                f"The buffer {name!r} is sharded. Buffers travel whole, from one rank of a group: keep it as a plain"
-                " tensor, or register it with persistent=False."
-            )
-        # The most modules in common, from the outermost one.
-        nearest = max(fragment_of, key=lambda one: len(commonprefix([name.split("."), one.split(".")])))
-        chosen[fragment_of[nearest]][name] = buffer
-    return [FragmentBuffers(buffers) for buffers in chosen]
-
-
-def travelling_buffers(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """Yields the persistent floating-point buffers by name, each once."""
-    seen = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
-            local_name = name[len(prefix) + 1 :] if prefix else name
-            persistent = local_name not in module._non_persistent_buffers_set
-            if persistent and buffer.is_floating_point() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield clean_name(name), buffer
 
 
 # The record
@@ -316,7 +221,7 @@ class FragmentState:
         self,
         index: int,
         layout: FragmentLayout,
-        buffers: FragmentBuffers,
+        untrained: UntrainedState,
         outer: OuterState,
         weighing: Any,
         optimizer: ShardOptimizer,
@@ -325,7 +230,7 @@ class FragmentState:
     ) -> None:
         self.index = index
         self.layout = layout
-        self.buffers = buffers
+        self.untrained = untrained
         self.outer = outer
         self.memory: Tensor | None = None
         self.tuning: Tensor | None = None
@@ -358,9 +263,9 @@ class FragmentState:
             step=step,
             outer=outer,
             gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
-            buffers=self.buffers.snapshot(),
+            buffers=self.untrained.snapshot(),
             # Groups with their own outer buffers do not know what changed elsewhere.
-            travelling=self.buffers.travelling(not is_round or not self.shares),
+            travelling=self.untrained.travelling(not is_round or not self.shares),
             requests=requests,
             weight=self.weight,
             deadline=deadline,
@@ -381,9 +286,9 @@ class FragmentState:
             # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
         elif launch.purpose in (Purpose.ROUND, Purpose.MEAN):
-            buffers = [buffer.reshape(-1) for buffer in self.buffers.outer]
+            untrained = self.untrained.digested()
             outer = self.storage.load(self.outer.values) if launch.purpose is Purpose.MEAN else launch.outer
-            alike = [outer, torch.cat(buffers)] if buffers else [outer]
+            alike = [outer] if untrained is None else [outer, untrained]
         elif launch.purpose is Purpose.START and self.shares:
             # In a warm-up outer values are local ones: unlike hardware may round them in unlike ways, or a group is
             # idle. Their mean is the same in all groups, and what the outer optimizer makes of it only if its state is.
@@ -401,7 +306,7 @@ class FragmentState:
     def take_local(self) -> None:
         self._prefetched = None
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
-        self.buffers.outer = self.buffers.snapshot()
+        self.untrained.take_local()
         self._begin_from_outer()
 
     def _begin_from_outer(self) -> None:
@@ -425,14 +330,14 @@ class FragmentState:
         if final:
             self._begin_from_outer()
         self.layout.land(rule, arrival.gathered, steps)
-        self.buffers.commit(arrival.buffers, arrival.changed)
-        self.buffers.mix(rule.kept, arrival.buffers)
+        self.untrained.commit(arrival.untrained, arrival.changed)
+        self.untrained.land(arrival.untrained, rule.kept)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
         """Makes a result that nothing of the own counts in the outer state, and moves the local values along."""
         self.outer = arrival.changes["outer"]
         self.layout.shift(moved)
-        self.buffers.commit(arrival.buffers, arrival.changed)
+        self.untrained.commit(arrival.untrained, arrival.changed)
 
     def gathered(self, group: Communicator) -> Tensor:
         """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""
@@ -442,12 +347,12 @@ class FragmentState:
         """Writes outer parameters and buffers into the model. In-group collective."""
         gathered = self.gathered(group)
         self.layout.write(gathered)
-        self.buffers.write()
+        self.untrained.write()
         return gathered
 
-    def write(self, gathered: Tensor, buffers: Mapping[int, Tensor]) -> None:
+    def write(self, gathered: Tensor, untrained: Mapping[int, Tensor]) -> None:
         self.layout.write(self.storage.load(gathered))
-        self.buffers.write_values(buffers)
+        self.untrained.write_values(untrained)
 
     def named(self, gathered: Tensor, group: Communicator) -> dict[str, Tensor]:
         """Copies the outer parameters to the host, by name. In-group collective where ranks hold parts of them."""
@@ -462,12 +367,10 @@ class FragmentState:
         gathered = self.storage.load(gathered)
         return self.layout.named(gathered, self.layout.shard_of(self.layout.split(gathered)), group)
 
-    def start_from(self, outer: OuterState, buffers: Mapping[str, Tensor]) -> None:
+    def start_from(self, outer: OuterState, untrained: Mapping[str, Tensor]) -> None:
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, outer)
-        # A buffer without a value keeps what it has. All travel with the next launch.
-        values = [buffers.get(name, own) for name, own in self.buffers.named().items()]
-        self.buffers.load_state_dict({"buffers": values, "travelling": -1})
+        self.untrained.start_from(untrained)
         self._begin_from_outer()
 
     def state_dict(self) -> dict[str, Any]:
@@ -478,7 +381,7 @@ class FragmentState:
         return {
             **self.layout.state_dict(),
             **self.outer.state_dict(),
-            **self.buffers.state_dict(),
+            **self.untrained.state_dict(),
             **{name: None if own is None else own.to("cpu") for name, own in kept.items()},
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
@@ -488,7 +391,7 @@ class FragmentState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._prefetched = None
         self.outer = self.optimizer.load(self.index, OuterState.of(state))
-        self.buffers.load_state_dict(state)
+        self.untrained.load_state_dict(state)
         for name in ("memory", "tuning", "residual", "anchor", "twin"):
             values = state.get(name)
             setattr(self, name, None if values is None else self.storage.store_copy(values))
@@ -498,12 +401,27 @@ class FragmentState:
 
 @torch.no_grad()
 def fragments_of(
-    model: nn.Module, fragments: Sequence[Fragment], settings: Settings, topology: Topology, storage: OuterStorage
+    model: nn.Module,
+    fragments: Sequence[Fragment],
+    settings: Settings,
+    topology: Topology,
+    storage: OuterStorage,
+    before: Sequence[FragmentState] = (),
 ) -> list[FragmentState]:
-    """Takes the model as it is for the outer one, and returns the record of each of its fragments."""
-    layouts, buffers = layouts_of(fragments, trainable(model), topology), buffers_of(model, fragments)
+    """Takes the model as it is for the outer one, and returns the record of each of its fragments.
+
+    Args:
+        model: The model.
+        fragments: How it is cut.
+        settings: The settings of the run.
+        topology: The ranks.
+        storage: Where outer state rests.
+        before: The records of how it was cut before.
+    """
+    layouts = layouts_of(fragments, trainable(model), topology)
+    untrained = untrained_state_of(model, fragments, settings.untrained or {}, [record.untrained for record in before])
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
-    parts = zip(layouts, buffers, optimizer.take_initial(), strict=True)
+    parts = zip(layouts, untrained, optimizer.take_initial(), strict=True)
     started = [settings.aggregation.start(topology.num_groups) for _ in layouts]
     return [
         FragmentState(index, *own, started[index], optimizer, storage, settings.shares)

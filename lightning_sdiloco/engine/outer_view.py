@@ -14,7 +14,7 @@ outer state does. Two ways would need no copy, and neither can be had:
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,18 +22,28 @@ from torch import Tensor, nn
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterStorage
-from lightning_sdiloco.engine.shards import local, reshard
+from lightning_sdiloco.engine.shards import reshard
+from lightning_sdiloco.engine.untrained import Place, buffer_places
 
 
 class GroupMean(NamedTuple):
     """Holds the plain mean, over the groups, of what each group holds; see `StreamingDiLoCo.group_mean`."""
 
     gathered: list[Tensor]
-    buffers: Sequence[Mapping[int, Tensor]]
+    untrained: Sequence[Mapping[int, Tensor]]
+    own: Mapping[str, Tensor]
+    """What the first group keeps of untrained state, where this rank holds something else."""
+
+
+class LocalValues(NamedTuple):
+    """Holds what differs between groups in the model itself: parameters in their order, and untrained state by name."""
+
+    parameters: list[Tensor]
+    untrained: dict[str, Tensor]
 
 
 class OuterView:
-    """Shows outer parameters and buffers in the model, and puts the local ones back."""
+    """Shows outer parameters and untrained state in the model, and puts the local ones back."""
 
     def __init__(
         self, model: nn.Module, fragments: Sequence[FragmentState], in_group: Communicator, storage: OuterStorage
@@ -42,14 +52,14 @@ class OuterView:
         self._fragments = fragments
         self._in_group = in_group
         self._storage = storage
-        self._stash: list[Tensor] | None = None
+        self._stash: LocalValues | None = None
         self.final: list[Tensor] | None = None
 
     @contextmanager
-    def shown(self, mean: GroupMean | None = None) -> Iterator[None]:
+    def shown(self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores the local one."""
         shown_before = self._stash is not None
-        self.show(mean)
+        self.show(mean, own)
         try:
             yield
         finally:
@@ -57,15 +67,23 @@ class OuterView:
                 self.show_local()
 
     @torch.no_grad()
-    def show(self, mean: GroupMean | None = None) -> None:
-        """Puts the local values aside, and a mean into the model or, in-group collective, the outer values."""
-        if self._stash is None and self.final is None:
-            self._stash = [self._storage.store_copy(tensor) for tensor in self._tensors()]
-            if mean is None:
-                self.write_outer()
-            else:
-                for fragment, gathered, buffers in zip(self._fragments, *mean, strict=True):
-                    fragment.write(gathered, buffers)
+    def show(self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None) -> None:
+        """Puts the local values aside, and a mean into the model or, in-group collective, the outer values.
+
+        Args:
+            mean: The mean to show; None: the outer values.
+            own: What to show of the state that groups keep; by default what came with the mean.
+        """
+        if self._stash is not None or self.final is not None:
+            return
+        own = own or (mean.own if mean is not None else {})
+        self._stash = self._put_aside(own)
+        if mean is None:
+            self.write_outer()
+        else:
+            for fragment, gathered, untrained in zip(self._fragments, mean.gathered, mean.untrained, strict=True):
+                fragment.write(gathered, untrained)
+        self.write_untrained(own)
 
     @torch.no_grad()
     def show_local(self) -> None:
@@ -79,7 +97,10 @@ class OuterView:
         if self._stash is None:
             yield
             return
-        shown = [tensor.detach().clone() for tensor in self._tensors()]
+        shown = LocalValues(
+            [parameter.clone() for parameter in self._parameters()],
+            {place.name: place.values.clone() for place in self._places(self._stash.untrained)},
+        )
         self.load_local(self._stash)
         try:
             yield
@@ -119,21 +140,50 @@ class OuterView:
             named |= fragment.named(gathered, self._in_group)
         return named
 
-    def local_values(self) -> list[Tensor]:
-        """Returns all that differs between groups in the model itself, on the host. Write to none of it."""
-        if self._stash is not None:
-            # What has been put aside is not written to.
-            return [tensor.cpu() for tensor in self._stash]
-        return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+    def local_values(self) -> dict[str, Any]:
+        """Returns `LocalValues` on the host, as a plain dictionary. Write to none of it."""
+        values = self._stash
+        if values is None:
+            buffers = {place.name: place.values for place in buffer_places(self._model)}
+            values = LocalValues(self._parameters(), buffers)
+        untrained = {**self._changed_own(), **values.untrained}
+        # What has been put aside is not written to.
+        copies = self._stash is None
+        return {
+            "parameters": [tensor.detach().to("cpu", copy=copies) for tensor in values.parameters],
+            "untrained": {name: tensor.to("cpu", copy=copies) for name, tensor in untrained.items()},
+        }
+
+    def _changed_own(self) -> dict[str, Tensor]:
+        """Returns the frozen parameters that code has moved."""
+        changed = [place for fragment in self._fragments for place in fragment.untrained.own.changed()]
+        return {place.name: place.values for place in changed if place.is_parameter}
 
     @torch.no_grad()
-    def load_local(self, values: Sequence[Tensor]) -> None:
-        """Overwrites the local values with others, in the order of `local_values`."""
-        for tensor, own in zip(self._tensors(), values, strict=True):
-            tensor.copy_(own)
+    def load_local(self, values: LocalValues) -> None:
+        """Overwrites the local values with others."""
+        for parameter, saved in zip(self._parameters(), values.parameters, strict=True):
+            parameter.copy_(saved)
+        self.write_untrained(values.untrained)
 
-    def _tensors(self) -> list[Tensor]:
-        """Returns the local parameters and buffers; buffers that do not travel are among them."""
+    def _parameters(self) -> list[Tensor]:
         reshard(self._model)
-        parameters = [parameter for fragment in self._fragments for parameter in fragment.layout.held]
-        return [*parameters, *map(local, self._model.buffers())]
+        return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
+
+    def _places(self, names: Mapping[str, Any]) -> list[Place]:
+        """Returns where the model holds untrained state of these names."""
+        own = [place for fragment in self._fragments for place in fragment.untrained.own.places]
+        places = {place.name: place for place in (*own, *buffer_places(self._model))}
+        return [places[name] for name in names if name in places]
+
+    def _put_aside(self, own: Mapping[str, Tensor]) -> LocalValues:
+        """Copies all that is overwritten, and all buffers, because a forward pass may write to them."""
+        parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
+        places = {place.name: place for place in (*buffer_places(self._model), *self._places(own))}
+        return LocalValues(parameters, {name: self._storage.store_copy(place.values) for name, place in places.items()})
+
+    @torch.no_grad()
+    def write_untrained(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrites untrained state, by name."""
+        for place in self._places(values):
+            place.write(values[place.name])

@@ -35,7 +35,7 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
-from lightning_sdiloco.engine.fragments import Landing, Launch, Purpose, fragments_of
+from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules
 from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
@@ -112,12 +112,14 @@ class Rounds:
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
         self._sharded = sharded_modules(model)
+        self.fragments: list[FragmentState] = []
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self.partition, self.settings, self._launches = tuple(fragments), settings, settings.schedule or Every()
         self._begin_at(0)
-        self.fragments = fragments_of(self.model, fragments, settings, self._topology, self.storage)
+        records = fragments_of(self.model, fragments, settings, self._topology, self.storage, self.fragments)
+        self.fragments = records
         # The outer gradient of a flight and the state that it replaces serve the next one.
         longest = max(fragment.layout.length for fragment in self.fragments)
         on_host = self.storage.device.type == "cpu"
@@ -244,7 +246,7 @@ class Rounds:
             began, launch = time.perf_counter(), flight.launch
             arrival, arrived = flight.pending.result(), time.perf_counter()
             fragment, group = self.fragments[launch.fragment], self._topology.group_index
-            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.buffers.values()])
+            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.outer.values()])
             if launch.purpose is Purpose.GRADIENT:
                 if launch.weight:
                     fragment.layout.write_gradients(arrival.gathered[0])
@@ -273,7 +275,7 @@ class Rounds:
         finite = on_all_ranks([fragment.layout.is_finite() for fragment in self.fragments])
         for fragment, is_finite in zip(self.fragments, finite, strict=True):
             if fragment.index == landed:
-                fragment.buffers.write()
+                fragment.untrained.recover()
             elif not is_finite:
                 fragment.write_outer(in_group)
             else:

@@ -96,12 +96,20 @@ class SimulatedGroups:
         # Each launches what another one waits for when its next turn comes.
         for _ in zip(*(engine.final_exchange() for engine in self.engines), strict=True):
             pass
+        own = self._first_own()
+        for engine in self.engines:
+            engine.view.write_untrained(own)
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of the groups, which any of the ``engines`` shows; see `StreamingDiLoCo.group_mean`."""
         *_, (mean, *_) = zip(*(engine.average_now() for engine in self.engines), strict=True)
         assert mean is not None, "the mean comes last"
-        return mean
+        return mean._replace(own=self._first_own())
+
+    def _first_own(self) -> dict[str, Tensor]:
+        """Copies what the first group keeps of untrained state, by name."""
+        states = [fragment.untrained for fragment in self.engines[0].rounds.fragments]
+        return {place.name: place.values.clone() for state in states for place in state.own.places}
 
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters, the same in all groups; see `StreamingDiLoCo.outer_state_dict`.

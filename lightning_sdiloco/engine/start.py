@@ -25,7 +25,7 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
 from lightning_sdiloco.compression import FP4
-from lightning_sdiloco.engine.fragments import FragmentState, travelling_buffers
+from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterState, nesterov_step
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
@@ -42,6 +42,7 @@ from lightning_sdiloco.engine.shards import (
     to_parameters,
     trainable,
 )
+from lightning_sdiloco.engine.untrained import default_kinds, untrained_places
 
 _log = logging.getLogger(__name__)
 
@@ -363,18 +364,18 @@ class NamedOuter(NamedTuple):
     """Holds the outer state of all fragments, whole, by name."""
 
     parameters: Mapping[str, OuterParameter]
-    buffers: Mapping[str, Tensor]
+    untrained: Mapping[str, Tensor]
 
 
 def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
     """Puts the outer state of all fragments together by name. In-group collective."""
     parameters: dict[str, OuterParameter] = {}
-    buffers: dict[str, Tensor] = {}
+    untrained: dict[str, Tensor] = {}
     for fragment in fragments:
         shards = in_group.all_gather_object(fragment.outer.state_dict())
         parameters |= to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
-        buffers |= fragment.buffers.named()
-    return NamedOuter(parameters, buffers)
+        untrained |= fragment.untrained.named()
+    return NamedOuter(parameters, untrained)
 
 
 @torch.no_grad()
@@ -388,7 +389,7 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
             shard = layout.read()
             values = layout.named(layout.all_gather(shard, in_group), shard, in_group)
             known = {name: OuterParameter(whole.flatten(), {}, rounds) for name, whole in values.items()} | known
-        fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.buffers)
+        fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.untrained)
 
 
 @torch.no_grad()
@@ -398,8 +399,10 @@ def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: Named
     frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
     for fragment in fragments:
         fragment.layout.write_named(frozen)
-    tensors, known = now | dict(travelling_buffers(model)), outer.parameters.keys() | outer.buffers.keys()
-    for name, tensor in tensors.items():
+    kinds = default_kinds(model, untrained_places(model))
+    buffers = {place.name: place.tensor for place in kinds if not place.is_parameter}
+    known = outer.parameters.keys() | {name for fragment in fragments for name in fragment.untrained.all_names}
+    for name, tensor in (now | buffers).items():
         if name not in known:
             broadcast(tensor, topology)
 

@@ -23,14 +23,17 @@ from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, c
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
-from lightning_sdiloco.engine.flight import mean_of_buffers, norm_squared, outer_step, reported, span_from, whole_norm
+from lightning_sdiloco.engine.flight import norm_squared, outer_step, reported, span_from, whole_norm
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout, digest
+from lightning_sdiloco.engine.untrained import NOTHING, Arrived, Kind, UntrainedState, agreed, arrived
+from lightning_sdiloco.engine.untrained import to_bytes as untrained_bytes
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
+from lightning_sdiloco.federation.untrained import Sizes, Tail, packed, unpacked
 
 _LARGEST = sys.float_info.max
 
@@ -40,6 +43,7 @@ class Encoded(NamedTuple):
     blobs: dict[str, Bytes]
     memory: Tensor | None
     tuning: Tensor | None
+    untrained: Sequence[Tensor]
 
 
 class Stepped(NamedTuple):
@@ -79,9 +83,10 @@ class SiteArithmetic:
             encoded = self._exact_all_reduce.encode(gradient, None)._replace(memory=memory, tuning=tuning)
         else:
             encoded = self._at(launch.fragment, begun.round, launch.choice).encode(gradient, memory, tuning)
-        buffers = [buffer.reshape(-1).view(torch.uint8) for buffer in launch.buffers]
-        # Rank 0 speaks for the buffers.
-        blob = to_bytes(torch.cat([encoded.payloads[0], *(buffers if self._rank == 0 else ())]))
+        blob = to_bytes(encoded.payloads[0])
+        if self._rank == 0:
+            # Rank 0 speaks for the untrained state.
+            blob += tail_of(fragment.untrained, launch)
         payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
@@ -96,7 +101,7 @@ class SiteArithmetic:
             finite=all(finites),
             norm_squared=min(sum(norms), _LARGEST),
         )
-        return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning)
+        return Encoded(sent, {payload.key: blob}, encoded.memory, encoded.tuning, launch.buffers)
 
     def apply(self, record: Record, blobs: Mapping[str, Bytes], before: OuterState, own: Encoded | None) -> Stepped:
         began, fragment = time.perf_counter(), self._fragments[record.fragment]
@@ -114,7 +119,7 @@ class SiteArithmetic:
         norm, began = whole_norm(mean, self._site), time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=bool(count.factors), final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
-        buffers = self._mean_buffers(fragment, record, sites)
+        untrained = self._untrained(fragment, record, sites, own)
         spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
         arrival = Arrival(
             changes={
@@ -124,8 +129,8 @@ class SiteArithmetic:
             },
             rule=self._landing,
             gathered=[gathered],
-            buffers=buffers,
-            changed=-1,
+            untrained=untrained,
+            changed=0,
             trained=[control.weight for control in controls],
             landing=reported(record.fragment, record.round, controls, count, outer.lr, norm, spans),
         )
@@ -188,22 +193,77 @@ class SiteArithmetic:
             position += length
         return stretch
 
-    def _mean_buffers(self, fragment: FragmentState, record: Record, sites: Sequence[_Site]) -> dict[int, Tensor]:
-        """Returns the plain mean of the buffers over the sites that count; what is the same everywhere stays so."""
-        outer = fragment.buffers.outer
-        if not outer:
-            return {}
-        size = sum(buffer.numel() for buffer in outer)
-        flat = torch.empty(size, device=outer[0].device)
+    def _untrained(
+        self, fragment: FragmentState, record: Record, sites: Sequence[_Site], own: Encoded | None
+    ) -> Arrived:
+        """Returns what becomes of the untrained state of a fragment, given what the sites that count sent."""
+        state = fragment.untrained
+        if not state.outer:
+            return NOTHING
+        everything = state.travelling(everything=True)
+        sizes = [state.nbytes(index) for index in everything]
+        flat = torch.empty(sum(sizes) + len(sizes), dtype=torch.uint8, device=state.outer[0].device)
         if self._rank == 0:
-            tails = [site.payloads[0][site.payloads[0].numel() - 4 * size :].to(flat.device) for site in sites]
-            if all(torch.equal(tail, tails[0]) for tail in tails):
-                del tails[1:]
-            counted = {f"site {own.site!r}": tail for own, tail in zip(record.counted, tails, strict=False)}
-            flat = mean_of_buffers(counted, fragment.buffers.named())
+            senders = dict[str, list[Tensor]]()
+            for contribution, site in zip(record.counted, sites, strict=False):
+                senders[f"site {contribution.site!r}"] = self._untrained_of(fragment, site)
+            flat.copy_(agreed(state, everything, senders))
         self._site.broadcast(flat)
-        parts = flat.split([buffer.numel() for buffer in outer])
-        return {index: part.view_as(own) for index, (part, own) in enumerate(zip(parts, outer, strict=True))}
+        snapshot = state.outer if own is None else own.untrained
+        return arrived(state, everything, flat.split([*sizes, len(sizes)]), snapshot)
+
+    def _untrained_of(self, fragment: FragmentState, site: _Site) -> list[Tensor]:
+        """Returns the bytes of each tensor that a site sent; of what it has not changed, the outer ones."""
+        state = fragment.untrained
+        sent = site.payloads[0]
+        lengths = fragment.layout.shard_lengths(site.ranks)
+        tail = to_bytes(sent[site.all_reduce.payload_bytes(lengths[0]) :])
+        return read_tail(state, tail)
+
+
+def sizes_of(state: UntrainedState) -> Sizes:
+    """Returns the sizes of the untrained state of a fragment."""
+    everything = [(kind, state.nbytes(index)) for index, kind in enumerate(state.kinds)]
+    return Sizes(
+        numel=0,
+        statistics=sum(size for kind, size in everything if kind is Kind.MEAN),
+        others=tuple(size for kind, size in everything if kind is not Kind.MEAN),
+    )
+
+
+def tail_of(state: UntrainedState, launch: Launch) -> bytes:
+    """Returns the untrained state that travels with a launch, as bytes."""
+    statistics = list[bytes]()
+    others = dict[int, bytes]()
+    number = 0
+    for index, kind in enumerate(state.kinds):
+        values = untrained_bytes(launch.buffers[index])
+        if kind is Kind.MEAN:
+            statistics.append(to_bytes(values))
+            continue
+        if index in launch.travelling:
+            others[number] = to_bytes(values)
+        number += 1
+    return packed(Tail(b"".join(statistics), others), sizes_of(state))
+
+
+def read_tail(state: UntrainedState, sent: bytes) -> list[Tensor]:
+    """Returns the bytes of each tensor of the untrained state; of what was not sent, the outer ones."""
+    tail = unpacked(sent, sizes_of(state))
+    device = state.outer[0].device
+    pieces = list[Tensor]()
+    position = 0
+    number = 0
+    for index, kind in enumerate(state.kinds):
+        if kind is Kind.MEAN:
+            end = position + state.nbytes(index)
+            piece = tail.statistics[position:end]
+            position = end
+        else:
+            piece = tail.others.get(number, to_bytes(untrained_bytes(state.outer[index])))
+            number += 1
+        pieces.append(torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device))
+    return pieces
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:

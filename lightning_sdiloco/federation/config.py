@@ -1,6 +1,7 @@
 """A user's settings of a federation: its hub, the terms of its founding, and how a site joins it."""
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
+from lightning_sdiloco.engine.untrained import UntrainedState
 from lightning_sdiloco.federation.arithmetic import self_test
 from lightning_sdiloco.federation.client import HubClient, hub_addresses
 from lightning_sdiloco.federation.codec import NAME
@@ -199,6 +201,14 @@ def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
     return "fp4" if type(inner) is FP4 else "fp32" if type(inner) is Float32 else None
 
 
+def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
+    """Yields name, shape, dtype and kind of what travels besides parameters."""
+    for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
+        size = outer.numel() * outer.element_size()
+        # `RunConfig.sizes` reads this.
+        yield name, f"{tuple(outer.shape)} {outer.dtype} {kind.value} of {size} bytes"
+
+
 def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     settings = rounds.settings
     terms = Terms(
@@ -216,7 +226,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     fragments = tuple(
         (
             *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
-            *((name, f"{tuple(buffer.shape)} buffer") for name, buffer in own.buffers.named().items()),
+            *described_untrained(own.untrained),
         )
         for own in rounds.fragments
     )

@@ -451,10 +451,10 @@ class Coordinator:
         """Refuses payloads that the hub could not read, where it is the hub that reads them."""
         if (code := self.ledger.terms.hub_mean) is None:
             return
-        from lightning_sdiloco.federation.mean import sizes_of  # only who chose it needs numpy
+        from lightning_sdiloco.federation.mean import has_sizes  # only who chose it needs numpy
 
         assert self.run_config is not None, "the run has been founded"
-        if [payload.size for payload in own.payloads] != sizes_of(own, *self.run_config.numels(own.fragment), code):
+        if not has_sizes(own, self.run_config.sizes(own.fragment), code):
             raise Refused(f"payloads of {own.site} do not have the sizes of fragment {own.fragment}")
 
     def call(self, peer: Peer, name: str, about: Header, body: bytes) -> tuple[Header, bytes]:
@@ -823,9 +823,9 @@ class Coordinator:
             assert code is not None, "only then does a record wait for its mean"
             assert run_config is not None, "the run has been founded"
             for record in closing:
-                name, get, sizes = f"residual/{record.fragment:06d}", self.store.get, run_config.numels(record.fragment)
+                name, get, sizes = f"residual/{record.fragment:06d}", self.store.get, run_config.sizes(record.fragment)
                 kept = notes[name].decode() if name in notes else None
-                payload, residual = averaged(record, get, *sizes, code, None if kept is None else get(kept))
+                payload, residual = averaged(record, get, sizes, code, None if kept is None else get(kept))
                 mean = Payload(self.store.put(payload), len(payload))
                 key = None if residual is None else self.store.put(residual)
                 with self._lock:

@@ -4,13 +4,14 @@ Numpy does it alone, which comes with Lightning: a hub does without torch. What 
 remembered, and added to the next one of the fragment.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.messages import Contribution, Record
+from lightning_sdiloco.federation.untrained import Sizes, Tail, packed, unpacked
 
 Vector = npt.NDArray[np.float32]
 
@@ -22,12 +23,21 @@ _LEVELS = np.array(
 )
 
 
-def sizes_of(own: Contribution, numel: int, buffers: int, code: str) -> list[int]:
-    """Returns how many bytes each rank of a site sends: of its shard, and the first one of the buffers too."""
-    ranks = len(own.payloads)
-    length = -(-numel // ranks)
-    size = 4 * length if own.exact or code == "fp32" else 2 * -(-length // _BLOCK) + -(-length // 2)
-    return [size + 4 * buffers, *[size] * (ranks - 1)]
+def has_sizes(own: Contribution, sizes: Sizes, code: str) -> bool:
+    """Returns whether the payloads of a site have the sizes that the shards of its ranks have.
+
+    The first rank also sends the untrained state, of which it leaves out what it has not changed.
+    """
+    first, *others = [payload.size for payload in own.payloads]
+    size = _shard_bytes(own, sizes.numel, code)
+    return sizes.least <= first - size <= sizes.most and all(other == size for other in others)
+
+
+def _shard_bytes(own: Contribution, numel: int, code: str) -> int:
+    length = -(-numel // len(own.payloads))
+    if own.exact or code == "fp32":
+        return 4 * length
+    return 2 * -(-length // _BLOCK) + -(-length // 2)
 
 
 def decoded(payload: Bytes, numel: int, code: str) -> Vector:
@@ -58,8 +68,7 @@ def encoded(values: Vector, code: str) -> bytes:
 def averaged(
     record: Record,
     get: Callable[[str], Bytes],
-    numel: int,
-    buffers: int,
+    sizes: Sizes,
     code: str,
     residual: Bytes | None,
 ) -> tuple[bytes, bytes | None]:
@@ -68,15 +77,15 @@ def averaged(
     Args:
         record: Whose contributions count, and in which order they are added up.
         get: Returns a payload.
-        numel: Values of the fragment; its buffers follow the values of each site's first payload.
-        buffers: Values of its buffers.
+        sizes: Those of the fragment; its untrained state follows the values of each site's first payload.
         code: How outer gradients are encoded, and their mean: ``"fp4"`` or ``"fp32"``.
         residual: What was left out of the mean before.
     """
     weights = [1 if record.final else own.weight for own in record.counted]
-    mean, tails = np.zeros(numel, np.float32), list[Vector]()
+    mean = np.zeros(sizes.numel, np.float32)
+    tails = list[Tail]()
     for own, weight in zip(record.counted, weights, strict=True):
-        values, tail = _sent(own, get, numel, buffers, code)
+        values, tail = _sent(own, get, sizes, code)
         mean += np.float32(len(weights) * weight / sum(weights)) * values
         tails.append(tail)
     mean /= np.float32(len(weights))
@@ -85,18 +94,38 @@ def averaged(
     if residual is not None and not record.final:
         mean += np.frombuffer(residual, np.float32)
     payload = encoded(mean, code)
-    # Where none is finite, the sites keep their own.
-    finite = [tail for tail in tails if np.isfinite(tail).all()] or tails[:1]
-    is_same = all(np.array_equal(tail, finite[0]) for tail in finite)
-    tail = finite[0] if is_same else np.mean(finite, axis=0, dtype=np.float32)
-    rest = None if code == "fp32" else (mean - decoded(payload, numel, code)).tobytes()
-    return payload + tail.astype("<f4").tobytes(), rest
+    statistics = mean_statistics([np.frombuffer(tail.statistics, "<f4") for tail in tails])
+    # The first site that counts decides what is no mean.
+    untrained = packed(Tail(statistics.astype("<f4").tobytes(), tails[0].others), sizes)
+    remainder = None if code == "fp32" else (mean - decoded(payload, sizes.numel, code)).tobytes()
+    return payload + untrained, remainder
 
 
-def _sent(own: Contribution, get: Callable[[str], Bytes], numel: int, buffers: int, code: str) -> tuple[Vector, Vector]:
-    """Returns what a site has sent, from a shard of each of its ranks, and its buffers."""
-    code, length = "fp32" if own.exact else code, -(-numel // len(own.payloads))
+def mean_statistics(rows: Sequence[Vector]) -> Vector:
+    """Returns the plain mean over the sites. What all hold alike keeps its bits; a site that is not finite is left out.
+
+    Examples:
+        >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
+        >>> mean_statistics(rows).tolist()
+        [inf, 2.0]
+    """
+    stacked = np.stack(rows)
+    bits = stacked.view(np.int32)
+    is_alike = (bits == bits[0]).all(axis=0) & ~np.isnan(stacked[0])
+    left_out = (~np.isfinite(stacked) & ~is_alike).any(axis=1)
+    if left_out.all():
+        # Where none is finite, the sites keep their own.
+        return stacked[0]
+    mean = stacked[~left_out].mean(axis=0, dtype=np.float32)
+    statistics: Vector = np.where(is_alike, stacked[0], mean)
+    return statistics
+
+
+def _sent(own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str) -> tuple[Vector, Tail]:
+    """Returns what a site has sent, from a shard of each of its ranks, and its untrained state."""
+    code = "fp32" if own.exact else code
+    length = -(-sizes.numel // len(own.payloads))
     payloads = [get(payload.key) for payload in own.payloads]
-    first = memoryview(payloads[0])
-    tail = np.frombuffer(first[len(first) - 4 * buffers :], "<f4")
-    return np.concatenate([decoded(payload, length, code) for payload in payloads])[:numel], tail
+    tail = bytes(memoryview(payloads[0])[_shard_bytes(own, sizes.numel, code) :])
+    values = np.concatenate([decoded(payload, length, code) for payload in payloads])[: sizes.numel]
+    return values, unpacked(tail, sizes)

@@ -19,12 +19,14 @@ from lightning_sdiloco.federation.codec import (
     key_of,
     plain,
 )
+from lightning_sdiloco.federation.untrained import Sizes
 
 RETENTION = 8  # rounds for which payloads are kept; a site further behind needs a state
 SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which survive the loss of all sites
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 _SIZES = re.compile(r"\d+")
+_UNTRAINED = re.compile(r" (?P<kind>mean|first) of (?P<bytes>\d+) bytes$")
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,29 @@ class RunConfig(Message):
 
     @cached_property
     def numel(self) -> int:
-        """How many values all parameters and buffers have."""
-        return sum(sum(self.numels(fragment)) for fragment in range(len(self.fragments)))
+        """How many values all parameters have."""
+        return sum(self.sizes(fragment).numel for fragment in range(len(self.fragments)))
 
-    def numels(self, fragment: int) -> tuple[int, int]:
-        """Returns how many values the parameters of a fragment have, and its buffers."""
-        numels = [0, 0]
-        for _, shape in self.fragments[fragment]:
-            numels[shape.endswith("buffer")] += math.prod(map(int, _SIZES.findall(shape.split(")")[0])))
-        return numels[0], numels[1]
+    def sizes(self, fragment: int) -> Sizes:
+        """Returns how many values the parameters of a fragment have, and how many bytes its untrained state."""
+        numel = 0
+        statistics = 0
+        others = list[int]()
+        for _, described in self.fragments[fragment]:
+            untrained = _UNTRAINED.search(described)
+            if untrained is None:
+                shape = described.split(")")[0]
+                numel += math.prod(map(int, _SIZES.findall(shape)))
+            elif untrained["kind"] == "mean":
+                statistics += int(untrained["bytes"])
+            else:
+                others.append(int(untrained["bytes"]))
+        return Sizes(numel, statistics, tuple(others))
 
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""
-        return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel
+        untrained = sum(self.sizes(fragment).most for fragment in range(len(self.fragments)))
+        return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
 
     def summary(self) -> dict[str, Any]:
         """Returns what is to be said of it in short, as an object of JSON: without the names of parameters."""

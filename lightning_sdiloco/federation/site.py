@@ -153,11 +153,11 @@ class SharedConnection:
 
 
 def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> bytes:
-    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and buffers."""
+    """Returns the part of an outer state for a fragment: outer parameters, outer optimizer and untrained state."""
     parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
-    buffers = {name: buffer.to("cpu") for name, buffer in fragment.buffers.named().items()}
+    untrained = {name: values.to("cpu") for name, values in fragment.untrained.named().items()}
     file = io.BytesIO()
-    torch.save({"parameters": {name: tuple(own) for name, own in parameters.items()}, "buffers": buffers}, file)
+    torch.save({"parameters": {name: tuple(own) for name, own in parameters.items()}, "buffers": untrained}, file)
     return file.getvalue()
 
 
@@ -167,12 +167,12 @@ def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
-        buffers = {name: state["buffers"][name] for name in fragment.buffers.names}
+        untrained = {name: state["buffers"][name] for name in fragment.untrained.names}
     except Exception as error:  # whatever is wrong with what a stranger may have made
         raise ValueError(f"what arrived is not a state of fragment {fragment.index}: {error}") from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)} values")
-    return outer, buffers
+    return outer, untrained
 
 
 @dataclass
@@ -236,9 +236,9 @@ class FederatedWorld:
             began, fragment = time.perf_counter(), self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
-            # A site cannot know in advance which buffers others have changed, so all of them travel.
+            # A site cannot know what others have changed: it sends what it has changed itself.
             launch = launch._replace(
-                travelling=fragment.buffers.travelling(True), step_time=self._rounds.step_clock.seconds
+                travelling=fragment.untrained.changed_since(launch.buffers), step_time=self._rounds.step_clock.seconds
             )
             self._rounds.link.note(self._connection.own.sends_bytes_per_s)
             self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
@@ -560,7 +560,7 @@ class FederatedWorld:
                 continue
             rule = self._rounds.settings.landing if landing in (MergeAction.MIX, MergeAction.DROP) else Mix(0.0)
             fragment.layout.land(rule, [after], 0)
-            fragment.buffers.write()
+            fragment.untrained.write()
             fragment.memory = fragment.tuning = None
         self._refused.clear()
         self._connection.own.hello(self.follower)

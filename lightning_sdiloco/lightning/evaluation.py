@@ -50,6 +50,17 @@ class ShownModel:
         self._groups, self._save, self._warns = groups, save, warns
         self.mean: GroupMean | None = None
         """The mean of the groups, if it was exchanged since the last inner step."""
+        self._own: dict[str, Tensor] = {}  # What the first group keeps of untrained state, if that was sent.
+
+    def forget(self) -> None:
+        """Forgets what was exchanged: training has gone on."""
+        self.mean = None
+        self._own = {}
+
+    def take_first_own(self, engine: StreamingDiLoCo) -> None:
+        """Takes what the first group keeps of untrained state, to show it. All ranks must call it."""
+        self._groups.meet()
+        self._own = engine.first_own()
 
     @staticmethod
     def is_outer(engine: StreamingDiLoCo) -> bool:
@@ -76,7 +87,7 @@ class ShownModel:
         # training step, which are put back then, have been synchronised already.
         due = [(model, is_due) for model in models if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None]
         try:
-            with engine.evaluate(self.mean):
+            with engine.evaluate(self.mean, self._own):
                 yield
         finally:
             for model, is_due in due:
@@ -150,12 +161,16 @@ class Evaluation:
         # Before training, after it, and where one loop runs in another, everything is shown already.
         if engine is None or engine.is_finished or self._is_showing:
             return original()
-        self.shown.mean = None
+        self.shown.forget()
         loop.setup_data()
-        exchanges = is_due and (self._shows == "mean" or not self.shown.is_outer(engine))
+        takes_mean = self._shows == "mean" or not self.shown.is_outer(engine)
+        exchanges = is_due and (takes_mean or engine.own_moved)
         # See [Note: the first round].
         if exchanges and self._groups.decide(not loop.skip, True, self._fit.trainer.strategy.root_device):
-            self.shown.exchange(engine)
+            if takes_mean:
+                self.shown.exchange(engine)
+            else:
+                self.shown.take_first_own(engine)
         if loop.skip:
             return original()
         self._is_showing = True

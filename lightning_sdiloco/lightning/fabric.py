@@ -128,6 +128,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             return
         if self._shown.mean is None and not self._shown.is_outer(engine):
             self._shown.exchange(engine)
+        elif self._shown.mean is None and engine.own_moved:
+            self._shown.take_first_own(engine)
         with self._shown.showing(engine, self._wrapped):
             yield
 
@@ -216,7 +218,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         return output
 
     def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
-        self._shown.mean = None
+        self._shown.forget()
         self._landings = engine.step(**trained)
         self._samples, self._trained = 0, 1
         self._unfinished[:] = [engine.inner_steps]
@@ -247,7 +249,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             # Called when the strategy is dropped, or at the end of the process.
             weakref.finalize(self, _warn_of_unfinished, self._unfinished)
         self.results.engine = engine
-        self._announcement = self._shown.mean = None
+        self._announcement = None
+        self._shown.forget()
         return engine
 
     @override

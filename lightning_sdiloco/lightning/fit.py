@@ -177,7 +177,7 @@ class Fit(FitState):
             return False
         self.groups.meet()
         before = {name for fragment in engine.fragments for name in fragment.names}
-        self.evaluation.shown.mean = None
+        self.evaluation.shown.forget()
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
         self._early += engine.recut()
         now = {name for fragment in engine.fragments for name in fragment.names}
@@ -234,7 +234,7 @@ class Fit(FitState):
         landings = [*self._early, *engine.step(trained=trained, idle=idle, samples=max(1, self.samples))]
         self._early, self.samples, self._micro_batches = [], 0, 0
         self.landed = bool(landings)
-        self.evaluation.shown.mean = None
+        self.evaluation.shown.forget()
         self.requests.land(landings, engine.requested)
         if landings:
             self.epochs.collect(landings[-1].launched_at)

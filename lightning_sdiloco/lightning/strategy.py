@@ -112,6 +112,10 @@ class GroupStrategy:
         route: Whom each group exchanges with in a round: a ``Route`` such as ``RandomPairs()``, ``FastestPairs()`` or
             ``Ring()``. With these, groups hold their own outer parameters; validation and checkpoints use their mean.
             None: all groups.
+        untrained: What becomes of buffers and frozen parameters, by patterns of their names, as in
+            ``{"*.queue": "own"}``: ``"mean"`` of the groups, those of the ``"first"`` group, or each group's ``"own"``.
+            None: statistics of norms are averaged, other buffers are those of the first group, and large ones and
+            frozen parameters are each group's own; see docs/untrained-state.md.
         timeout: How long a fragment may be in flight, and the timeout of Lightning's own process groups.
 
     Raises:
@@ -150,6 +154,7 @@ class GroupStrategy:
         schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
+        untrained: dict[str, Literal["mean", "first", "own"]] | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         **of_format: Any,
     ) -> None:

@@ -106,7 +106,7 @@ def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_as_much_howev
         held = [whole(site) for site in sites]
         assert held[0]
         assert all(same(own, held[0]) for own in held)
-        buffers = [rank.engine.rounds.fragments[0].buffers.outer for site in sites for rank in site]
+        buffers = [rank.engine.rounds.fragments[0].untrained.outer for site in sites for rank in site]
         assert all(equal(own, buffers[0]) for own in buffers)
         assert bool(buffers[0][0].any())
         records = sites[0][0].hub.records()

@@ -566,7 +566,7 @@ def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
     # What ranks of a site say after an inner step without a launch goes in one collective.
     assert [after - before for before, after in zip(gathered, gathered[1:], strict=False)] == [1] * 6
     assert equal(list(in_common(sites).values()), list(in_common(alone).values()))
-    buffers = [rank.engine.rounds.fragments[0].buffers.outer for site in (*alone, *sites) for rank in site]
+    buffers = [rank.engine.rounds.fragments[0].untrained.outer for site in (*alone, *sites) for rank in site]
     assert all(equal(own, buffers[0]) for own in buffers)
 
 
@@ -591,7 +591,7 @@ def test_buffers_of_a_site_that_are_not_finite_reach_no_other(caplog: pytest.Log
 
     sites = train_ranked((1, 2, 1), 16, normed, (4, 2, 4), poison, compression="fp32", mixing=0.5, **CHOICES)
     for rank in (rank for site in sites for rank in site):
-        assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].buffers.outer)
+        assert all(bool(values.isfinite().all()) for values in rank.engine.rounds.fragments[0].untrained.outer)
         assert rank.model[1].running_var.isfinite().all()
     assert "left out of the mean and get the outer values: '1.running_var' of site 's1'." in caplog.text
 

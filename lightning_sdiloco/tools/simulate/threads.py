@@ -175,9 +175,9 @@ class SimulatedWorld(Communicator):
     def all_gather_object(self, value: Any) -> list[Any]:
         return [pickle.loads(data) for data in self._meet("gather objects", pickle.dumps(value))]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        parts = self._meet("broadcast", tensor.detach().clone() if self._rank == 0 else None)
-        tensor.copy_(parts[0])
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        parts = self._meet("broadcast", tensor.detach().clone() if self._rank == source else None)
+        tensor.copy_(parts[source])
 
     def _meet(self, what: str, value: Any) -> list[Any]:
         meeting = self._meetings[self._number]

@@ -1,0 +1,663 @@
+"""State that no optimizer trains: buffers, and frozen parameters that code moves.
+
+[Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns, ``untrained=`` of the
+engine; `default_kinds` decides for the others.
+
+=========  =====================================  ====================================================================
+kind       by default                             what happens to it
+=========  =====================================  ====================================================================
+``mean``   buffers named ``running_mean`` and     Groups take the plain mean, in float32, with each landing of the
+           ``running_var``                        fragment; it is mixed like the parameters.
+``first``  other persistent buffers, unless they  Groups take the values of the first group that counted, with each
+           are ``large``                          landing, in the buffer's own dtype. A group that sent these very
+                                                  values keeps what it has made of them since, as a counter does.
+``own``    large buffers, frozen parameters       Each group keeps its own in training. Validation, checkpoints and the
+                                                  end of training show those of the first group.
+=========  =====================================  ====================================================================
+
+What no group has changed since the start never travels, and keeps all its bits. Buffers that are not persistent belong
+to a rank alone, unless a pattern names them.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.algorithm.merge import mix
+from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.shards import clean_name, digest, is_sharded, local
+
+_log = logging.getLogger(__name__)
+
+# Buffers of one module that are larger than this travel only if they are smaller than half of what is trained.
+_SMALL_BYTES = 256 * 1024
+_LARGEST_SHARE = 0.5
+
+_RUNNING_STATISTICS = ("running_mean", "running_var")
+
+# One bit for each tensor that travels says whether it changed; further ones share the last of these. The highest bit
+# says whether a tensor of the kind `own` did.
+_BITS = 63
+_OWN_MOVED = 1 << _BITS
+
+# So many values of a tensor are compared at a launch.
+_SAMPLED = 64
+
+
+class Kind(str, Enum):
+    """What becomes of a tensor that no optimizer trains; see [Note: kinds of untrained state]."""
+
+    MEAN = "mean"
+    FIRST = "first"
+    OWN = "own"
+
+
+class Place(NamedTuple):
+    """Says where a model holds a tensor. The tensor itself is looked up at each use, because code may rebind it."""
+
+    name: str
+    model: nn.Module
+    path: tuple[str, ...]
+    key: str
+    is_parameter: bool
+
+    @property
+    def _held(self) -> dict[str, Any]:
+        module: nn.Module | None = self.model
+        for step in self.path:
+            module = None if module is None else module._modules.get(step)
+        if module is None:
+            return {}
+        return module._parameters if self.is_parameter else module._buffers
+
+    @property
+    def tensor(self) -> Tensor:
+        tensor: Tensor | None = self._held.get(self.key)
+        if tensor is None:
+            raise ValueError(
+                f"{self.name!r} was part of the model when it was cut into fragments, and is no longer there. Replace"
+                " or remove modules before training, or between epochs; in your own loop call recut() afterwards, on"
+                " all ranks."
+            )
+        return tensor
+
+    def write(self, values: Tensor) -> None:
+        """Overwrites it, or binds a buffer anew where its shape has changed."""
+        held = self.values
+        if held.shape == values.shape:
+            held.copy_(values)
+        else:
+            self._held[self.key] = values.to(held.device, copy=True)
+
+    @property
+    def values(self) -> Tensor:
+        """What this rank holds of it, without autograd. Writing to it writes to the model."""
+        return local(self.tensor)
+
+
+def untrained_places(model: nn.Module) -> Iterator[Place]:
+    """Yields where buffers and frozen parameters are, each tensor once."""
+    seen = set[int]()
+    for prefix, module in model.named_modules():
+        path = tuple(prefix.split(".")) if prefix else ()
+        frozen = {key: p for key, p in module._parameters.items() if p is not None and not p.requires_grad}
+        for held, is_parameter in ((module._buffers, False), (frozen, True)):
+            for key, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield Place(clean_name(".".join((*path, key))), model, path, key, is_parameter)
+
+
+def kinds_of(model: nn.Module, named: Mapping[str, str]) -> dict[Place, Kind]:
+    """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to a rank alone.
+
+    Args:
+        model: The model, as it is cut.
+        named: Kinds by patterns of names, from the user.
+    """
+    places = list(untrained_places(model))
+    _require_matches(model, places, named)
+    kinds = default_kinds(model, places)
+    for place in places:
+        for pattern, kind in named.items():
+            if fnmatchcase(place.name, pattern):
+                kinds[place] = Kind(kind)
+    for place, kind in kinds.items():
+        if kind is not Kind.OWN:
+            _require_whole(place)
+        if kind is Kind.MEAN and not place.tensor.is_floating_point():
+            raise ValueError(
+                f"untrained={{{place.name!r}: 'mean'}} was given, but its values are {place.tensor.dtype}, which have"
+                " no mean. Choose 'first' or 'own'."
+            )
+    return kinds
+
+
+def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind]:
+    """Decides where the user named nothing; see [Note: kinds of untrained state]."""
+    trained_bytes = sum(4 * parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    most_bytes = max(_SMALL_BYTES, _LARGEST_SHARE * trained_bytes)
+    kinds = dict[Place, Kind]()
+    module_bytes = dict[tuple[str, ...], int]()
+    for place in places:
+        if place.is_parameter:
+            kinds[place] = Kind.OWN
+        elif _is_persistent(place):
+            tensor = place.tensor
+            is_statistic = place.key in _RUNNING_STATISTICS and tensor.is_floating_point()
+            kinds[place] = Kind.MEAN if is_statistic else Kind.FIRST
+            if not is_statistic:
+                module_bytes[place.path] = module_bytes.get(place.path, 0) + tensor.numel() * tensor.element_size()
+    for place, kind in kinds.items():
+        is_large = kind is Kind.FIRST and module_bytes[place.path] > most_bytes
+        if is_large or (kind is Kind.FIRST and is_sharded(place.tensor)):
+            kinds[place] = Kind.OWN
+    return kinds
+
+
+def _is_persistent(place: Place) -> bool:
+    module = place.model.get_submodule(".".join(place.path))
+    return place.key not in module._non_persistent_buffers_set
+
+
+def _require_matches(model: nn.Module, places: Sequence[Place], named: Mapping[str, str]) -> None:
+    trained = [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for pattern in named:
+        if any(fnmatchcase(place.name, pattern) for place in places):
+            continue
+        if found := [name for name in trained if fnmatchcase(name, pattern)]:
+            raise ValueError(
+                f"untrained={{{pattern!r}: ...}} names the trainable parameter {found[0]!r}. It is for buffers and"
+                " frozen parameters: what is trained is averaged anyway. Change the pattern, or leave it out."
+            )
+        known = ", ".join(repr(place.name) for place in places[:5]) or "none"
+        raise ValueError(
+            f"untrained={{{pattern!r}: ...}} matches no buffer and no frozen parameter of the model. The model has:"
+            f" {known}{', ...' if len(places) > 5 else ''}. Correct the pattern, or leave it out."
+        )
+
+
+def _require_whole(place: Place) -> None:
+    if is_sharded(place.tensor):
+        raise ValueError(
+            f"The {'parameter' if place.is_parameter else 'buffer'} {place.name!r} is sharded. Untrained state travels"
+            " whole, from one rank of a group: keep it as a plain tensor, register it with persistent=False, or give"
+            f" untrained={{{place.name!r}: 'own'}}."
+        )
+
+
+# Bytes and bits
+
+
+def to_bytes(values: Tensor) -> Tensor:
+    """Returns the bytes of a tensor, flat: a view of it where its memory is in one piece."""
+    return values.detach().reshape(-1).contiguous().view(torch.uint8)
+
+
+def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
+    """Returns a tensor of the same shape and dtype as another one, from its bytes, as a copy."""
+    # A view of another dtype must begin at an address that the dtype allows.
+    return flat.clone().view(like.dtype).view(like.shape)
+
+
+def are_alike(tensor: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors have the same shape, dtype and bits; NaNs of the same bits are alike."""
+    if tensor.shape != other.shape or tensor.dtype != other.dtype:
+        return False
+    return torch.equal(to_bytes(tensor), to_bytes(other))
+
+
+def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[bool]]:
+    """Returns the plain mean over the groups, and which groups it leaves out.
+
+    A value that all groups hold alike keeps its bits, infinities included. A group that holds a value which is not
+    finite, and not the same everywhere, is left out.
+
+    Args:
+        rows: The values, by group, float32.
+        outer: What to return where no group can count; None: the values of the first group.
+
+    Examples:
+        >>> inf = float("inf")
+        >>> rows = torch.tensor([[0.1, -inf, 1.0], [0.1, -inf, 3.0], [0.1, -inf, 5.0]])
+        >>> elementwise_mean(rows, None)
+        (tensor([0.1000,   -inf, 3.0000]), [False, False, False])
+        >>> elementwise_mean(torch.tensor([[inf], [3.0]]), None)
+        (tensor([3.]), [True, False])
+    """
+    bits = rows.view(torch.int32)
+    is_alike = (bits == bits[0]).all(dim=0) & ~rows[0].isnan()
+    left_out = ((~rows.isfinite()) & ~is_alike).any(dim=1).tolist()
+    counted = rows[[not is_out for is_out in left_out]]
+    mean = rows[0] if outer is None else outer
+    if len(counted):
+        mean = counted.mean(dim=0)
+    return torch.where(is_alike, rows[0], mean), left_out
+
+
+def mix_statistic(values: Tensor, outer: Tensor, kept: float) -> None:
+    """Mixes outer values into local ones, elementwise: equal ones stay, and one that is not finite is replaced."""
+    outer = outer.to(values.dtype)
+    mixed = values.clone()
+    mix(mixed, outer, kept)
+    if kept:
+        mixed = torch.where(values.isfinite(), mixed, outer)
+    values.copy_(torch.where(values == outer, values, mixed))
+
+
+def new_outer(
+    kind: Kind, sent: Mapping[str, Tensor], outer: Tensor, *, keeps_outer: bool = True
+) -> tuple[Tensor, list[str]]:
+    """Returns the new outer values of one tensor, and whose values are left out because they are not finite.
+
+    Args:
+        kind: `Kind.MEAN` or `Kind.FIRST`.
+        sent: The values of all that count, by name, in their order.
+        outer: The outer values before.
+        keeps_outer: Whether these stay where nobody can count; otherwise the first ones sent are taken.
+    """
+    if kind is Kind.MEAN:
+        rows = torch.stack([values.flatten() for values in sent.values()])
+        mean, is_left_out = elementwise_mean(rows, outer.flatten() if keeps_outer else None)
+        return mean.view(outer.shape), [who for who, is_out in zip(sent, is_left_out, strict=True) if is_out]
+    spoilt = [who for who, values in sent.items() if values.isnan().any()]
+    whole = [who for who in sent if who not in spoilt]
+    if whole:
+        return sent[whole[0]], spoilt
+    return outer if keeps_outer else next(iter(sent.values())), spoilt
+
+
+def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
+    """Logs whose values were left out of a mean, by the name of the tensor."""
+    told = [f"{name!r} of {who}" for name, senders in left_out.items() for who in senders]
+    if told:
+        _log.warning(
+            "Buffers that are not finite are left out of the mean and get the outer values: %s.", ", ".join(told)
+        )
+
+
+# What a fragment holds of it
+
+
+class Arrived(NamedTuple):
+    """What a flight brings of the untrained state of a fragment.
+
+    Attributes:
+        outer: The new outer values, by index.
+        alike: The indices at which all groups sent the same bits.
+        kept: The indices at which this group keeps its own values: all groups take those that it sent.
+    """
+
+    outer: Mapping[int, Tensor]
+    alike: frozenset[int]
+    kept: frozenset[int]
+
+
+NOTHING = Arrived({}, frozenset(), frozenset())
+
+
+class OwnState:
+    """Holds what each group keeps of a fragment, and tells whether code has changed it since the start.
+
+    Attributes:
+        places: Where the model holds it.
+    """
+
+    def __init__(self, places: Sequence[Place], digests: Mapping[str, int]) -> None:
+        self.places = list(places)
+        # Those at the start of training, where the model was cut before.
+        self.digests = {place.name: digests.get(place.name, digest(place.values)) for place in self.places}
+        self._mark = self._marked()
+        self._has_changed = False
+
+    def has_changed(self) -> bool:
+        """Looks at a few values of each tensor; at all of them only if these or the versions of tensors differ."""
+        mark = self._marked()
+        if mark != self._mark:
+            # Code that writes the same values, as a broadcast of buffers does, changes nothing.
+            self._has_changed = self._has_changed or bool(self.changed())
+            self._mark = mark
+        return self._has_changed
+
+    def changed(self) -> list[Place]:
+        """Compares all values, and returns where they differ from those at the start."""
+        return [place for place in self.places if digest(place.values) != self.digests[place.name]]
+
+    def _marked(self) -> tuple[list[tuple[int, int]], int]:
+        versions = list[tuple[int, int]]()
+        samples = list[Tensor]()
+        for place in self.places:
+            values = place.values
+            versions.append((values.data_ptr(), place.tensor._version))
+            # Some code writes behind the back of autograd, as ``p.data.mul_()`` does, which changes no version.
+            if values.is_contiguous():
+                stride = max(1, values.numel() // _SAMPLED)
+                samples.append(to_bytes(values.view(-1)[::stride]))
+        return versions, digest(torch.cat(samples)) if samples else 0
+
+
+class UntrainedState:
+    """Holds the untrained state of a fragment: what travels with it, with outer values, and what groups keep.
+
+    Attributes:
+        kinds: The kind of each tensor that travels.
+        outer: The outer values of each tensor that travels: float32 for a mean, its own dtype otherwise.
+        own: What does not travel.
+        own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all groups.
+    """
+
+    def __init__(self, kinds: Mapping[Place, Kind], before: "Sequence[UntrainedState]" = ()) -> None:
+        self._places = [place for place, kind in kinds.items() if kind is not Kind.OWN]
+        digests = {name: value for state in before for name, value in state.own.digests.items()}
+        self.own: OwnState = OwnState([place for place, kind in kinds.items() if kind is Kind.OWN], digests)
+        self.kinds = [kind for kind in kinds.values() if kind is not Kind.OWN]
+        self._shapes = [place.values.shape for place in self._places]
+        self._dtypes = [
+            torch.float32 if kind is Kind.MEAN else place.values.dtype
+            for place, kind in zip(self._places, self.kinds, strict=True)
+        ]
+        self._has_warned = False
+        self.own_moved: bool = any(state.own_moved for state in before)
+        self.outer = [self._copied(index) for index in range(len(self._places))]
+        # While all groups hold a tensor alike, each shows its own values, which may be newer than the outer ones.
+        self._alike = {index for index, kind in enumerate(self.kinds) if kind is Kind.FIRST}
+        self._travelling = self._statistics()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what travels."""
+        return tuple(place.name for place in self._places)
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        return (*self.names, *(place.name for place in self.own.places))
+
+    def _statistics(self) -> int:
+        """Returns what travels while no group knows what the others have changed: statistics, and no constants."""
+        return sum({_bit(index) for index, kind in enumerate(self.kinds) if kind is Kind.MEAN})
+
+    def _copied(self, index: int) -> Tensor:
+        return self._places[index].values.to(self._dtypes[index], copy=True)
+
+    def snapshot(self) -> list[Tensor]:
+        """Copies what travels as it is now; where code has bound a tensor of another shape, the outer values."""
+        return [
+            self._copied(index) if self._has_shape(index) else self.outer[index] for index in range(len(self.outer))
+        ]
+
+    def _has_shape(self, index: int) -> bool:
+        place = self._places[index]
+        if place.values.shape == self._shapes[index]:
+            return True
+        if not self._has_warned:
+            _log.warning(
+                "%r had the shape %s when the model was cut, and has %s now: the worker groups cannot exchange it, and"
+                " each keeps its own. Give untrained={%r: 'own'} to say so.",
+                place.name,
+                tuple(self._shapes[index]),
+                tuple(place.values.shape),
+                place.name,
+            )
+        self._has_warned = True
+        return False
+
+    def changed(self, snapshot: Sequence[Tensor]) -> int:
+        """Compares with the outer values: one bit for each tensor of a snapshot that differs, and one for `own`."""
+        bits = 0
+        for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
+            if not are_alike(values, outer):
+                bits |= _bit(index)
+        if self.own_moved or self.own.has_changed():
+            bits |= _OWN_MOVED
+        return bits
+
+    def travelling(self, everything: bool = False) -> list[int]:
+        """Returns the indices of what travels with the next launch."""
+        return [index for index in range(len(self.outer)) if everything or self._travelling & _bit(index)]
+
+    def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
+        """Returns the indices of what a site sends: all statistics, and what differs from the outer values."""
+        return [
+            index
+            for index, kind in enumerate(self.kinds)
+            if kind is Kind.MEAN or not are_alike(snapshot[index], self.outer[index])
+        ]
+
+    def nbytes(self, index: int) -> int:
+        """Returns how many bytes of a message the values at an index take."""
+        return self.outer[index].numel() * self.outer[index].element_size()
+
+    def commit(self, arrived: Arrived, changed: int) -> None:
+        """Takes new outer values, and which tensors changed in some group."""
+        for index, values in arrived.outer.items():
+            self.outer[index] = values
+            is_alike = index in arrived.alike and self.kinds[index] is Kind.FIRST
+            self._alike = self._alike | {index} if is_alike else self._alike - {index}
+        self._travelling = changed & ~_OWN_MOVED
+        self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
+
+    def land(self, arrived: Arrived, kept_share: float) -> None:
+        """Takes outer values that have arrived into the local ones; statistics are mixed."""
+        for index in arrived.outer:
+            if not self._has_shape(index):
+                continue
+            values = self._places[index].values
+            if self.kinds[index] is Kind.MEAN:
+                mix_statistic(values, self.outer[index], kept_share)
+            elif index not in arrived.kept:
+                values.copy_(self.outer[index])
+
+    def write(self) -> None:
+        """Shows the outer values in the model; what all groups hold alike is shown as it is."""
+        self._write(index for index in range(len(self.outer)) if index not in self._alike)
+
+    def recover(self) -> None:
+        """Takes outer values for what is not a number, and for all statistics."""
+        is_spoilt = [bool(place.values.isnan().any()) for place in self._places]
+        self._write(index for index, kind in enumerate(self.kinds) if kind is Kind.MEAN or is_spoilt[index])
+
+    def _write(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if not self._has_shape(index):
+                continue
+            values = self._places[index].values
+            if self.kinds[index] is Kind.MEAN:
+                mix_statistic(values, self.outer[index], 0.0)
+            else:
+                values.copy_(self.outer[index])
+
+    def write_values(self, outer: Mapping[int, Tensor]) -> None:
+        """Shows values that a flight has brought, instead of the outer ones."""
+        for index, values in outer.items():
+            if self._has_shape(index):
+                self._places[index].values.copy_(values)
+
+    def take_local(self) -> None:
+        """Makes the local values the outer ones: all groups hold the same."""
+        self.outer = self.snapshot()
+
+    def named(self) -> dict[str, Tensor]:
+        return dict(zip(self.names, self.outer, strict=True))
+
+    def digested(self) -> Tensor | None:
+        """Returns the outer values as one vector of whole words, for a digest; None if there are none."""
+        if not self.outer:
+            return None
+        flat = torch.cat([to_bytes(values) for values in self.outer])
+        return nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the outer values on the host, and what travels with the next launch."""
+        return {
+            "buffer_names": list(self.names),
+            "buffer_kinds": [kind.value for kind in self.kinds],
+            "buffers": [values.to("cpu") for values in self.outer],
+            "buffers_alike": sorted(self._alike),
+            "travelling": self._travelling,
+            "own_moved": self.own_moved,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._load_outer(state["buffers"])
+        self._alike = set(state["buffers_alike"])
+        self._travelling = state["travelling"]
+        self.own_moved = state["own_moved"]
+
+    def start_from(self, named: Mapping[str, Tensor]) -> None:
+        """Takes outer values by name; a tensor without one keeps what it has."""
+        self._load_outer([named.get(name, values) for name, values in self.named().items()])
+        self._alike = set()
+        self._travelling = self._statistics()
+
+    def _load_outer(self, outer: Sequence[Tensor]) -> None:
+        pairs = zip(outer, self.outer, strict=True)
+        self.outer = [values.to(before.device, before.dtype, copy=True) for values, before in pairs]
+
+
+def _bit(index: int) -> int:
+    return 1 << min(index, _BITS - 1)
+
+
+def untrained_state_of(
+    model: nn.Module,
+    fragments: Sequence[Fragment],
+    named: Mapping[str, str],
+    before: Sequence[UntrainedState] = (),
+) -> list[UntrainedState]:
+    """Assigns every tensor to the fragment that holds parameters of its module, or of the nearest one.
+
+    Args:
+        model: The model.
+        fragments: How it is cut.
+        named: Kinds by patterns of names, from the user.
+        before: What was held of it when it was cut before.
+    """
+    fragment_of = {name: index for index, fragment in enumerate(fragments) for name in fragment.names}
+    # The first fragment with parameters inside each module.
+    fragment_in = dict[tuple[str, ...], int]()
+    for name, index in fragment_of.items():
+        steps = tuple(name.split("."))
+        for depth in range(len(steps)):
+            fragment_in.setdefault(steps[:depth], index)
+    kinds: list[dict[Place, Kind]] = [{} for _ in fragments]
+    for place, kind in kinds_of(model, named).items():
+        steps = tuple(place.name.split("."))
+        depth = max(depth for depth in range(len(steps)) if steps[:depth] in fragment_in)
+        kinds[fragment_in[steps[:depth]]][place] = kind
+    return [UntrainedState(of_fragment, before) for of_fragment in kinds]
+
+
+# What groups send of it, and what all of them make of that
+
+
+def agreed(
+    state: UntrainedState,
+    travelling: Sequence[int],
+    senders: Mapping[str, Sequence[Tensor]],
+    *,
+    keeps_outer: bool = True,
+    speaks: bool = True,
+) -> Tensor:
+    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether all sent the same.
+
+    Args:
+        state: The untrained state of the fragment.
+        travelling: The indices of what was sent.
+        senders: The bytes of each of these, by the name of who sent them: all that count, in their order.
+        keeps_outer: As for `new_outer`.
+        speaks: Whether to log whose values are left out.
+    """
+    parts = list[Tensor]()
+    is_alike = list[bool]()
+    left_out = dict[str, list[str]]()
+    for position, index in enumerate(travelling):
+        outer = state.outer[index]
+        sent = {who: pieces[position] for who, pieces in senders.items()}
+        first = next(iter(sent.values()))
+        is_alike.append(all(torch.equal(piece, first) for piece in sent.values()))
+        values = {who: from_bytes(piece, like=outer) for who, piece in sent.items()}
+        new, spoilt = new_outer(state.kinds[index], values, outer, keeps_outer=keeps_outer)
+        parts.append(to_bytes(new))
+        left_out[state.names[index]] = spoilt
+    if speaks:
+        say_left_out(left_out)
+    device = state.outer[0].device
+    return torch.cat([*parts, torch.tensor(is_alike, dtype=torch.uint8, device=device)])
+
+
+def arrived(
+    state: UntrainedState, travelling: Sequence[int], pieces: Sequence[Tensor], snapshot: Sequence[Tensor]
+) -> Arrived:
+    """Reads what `agreed` returned, cut into the bytes of each tensor and those that say which are alike.
+
+    Args:
+        state: The untrained state of the fragment.
+        travelling: The indices of what was sent.
+        pieces: The bytes.
+        snapshot: What this rank held at the launch.
+    """
+    *values, alike = pieces
+    outer = {index: from_bytes(piece, state.outer[index]) for index, piece in zip(travelling, values, strict=True)}
+    is_alike = dict(zip(travelling, alike.tolist(), strict=True))
+    return Arrived(
+        outer=outer,
+        alike=frozenset(index for index in travelling if is_alike[index]),
+        kept=frozenset(index for index in travelling if are_alike(snapshot[index], outer[index])),
+    )
+
+
+# What is shown of the state that groups keep: that of the first group
+
+
+def buffer_places(model: nn.Module) -> list[Place]:
+    """Returns where the buffers of a model are, those that belong to a rank alone among them."""
+    return [place for place in untrained_places(model) if not place.is_parameter]
+
+
+def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str, Tensor]:
+    """Returns what the first group keeps, by name, as far as this rank holds something else. All ranks must call it.
+
+    The first group is the lowest one that holds no NaN in what differs.
+    """
+    places = [place for state in states for place in state.own.places]
+    if not places or topology.world.size == 1:
+        return {}
+    ranks: list[Any] = topology.world.all_gather_object(
+        [(digest(place.values), list(place.values.shape)) for place in places]
+    )
+    differing = list[Place]()
+    for index, place in enumerate(places):
+        # Ranks that hold the same part of a sharded tensor are compared with each other.
+        holders = ranks[topology.group_rank :: topology.group_size] if is_sharded(place.tensor) else ranks
+        held = [of_rank[index] for of_rank in holders]
+        if any(shape != held[0][1] for _, shape in held):
+            _log.warning("%r has another shape on other ranks: each keeps its own.", place.name)
+        elif any(other != held[0] for other in held):
+            differing.append(place)
+    is_spoilt = any(bool(place.values.isnan().any()) for place in differing)
+    source = _first_whole_group(topology.world.all_gather_object(is_spoilt), topology)
+    received = dict[str, Tensor]()
+    for place in differing:
+        flat = to_bytes(place.values.contiguous()).clone()
+        if is_sharded(place.tensor):
+            topology.peers.broadcast(flat, source)
+        else:
+            topology.world.broadcast(flat, source * topology.group_size)
+        values = from_bytes(flat, like=place.values)
+        if not are_alike(values, place.values):
+            received[place.name] = values
+    return received
+
+
+def _first_whole_group(spoilt: Sequence[bool], topology: Topology) -> int:
+    size = topology.group_size
+    for group in range(topology.num_groups):
+        if not any(spoilt[group * size : (group + 1) * size]):
+            return group
+    return 0
