@@ -206,7 +206,7 @@ def most_of(layers: int, choices: dict[str, Any]) -> dict[str, float]:
 
     def checkpoint() -> Any:
         with engine.evaluate():
-            return [*engine.state_dict()["local"], *engine.outer_state_dict().values()]
+            return [*engine.state_dict()["local"]["parameters"], *engine.outer_state_dict().values()]
 
     def mean() -> Any:
         with engine.evaluate(taken := engine.group_mean()):

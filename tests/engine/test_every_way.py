@@ -176,7 +176,7 @@ def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(name: 
         landed = restart_from([[run.engines[0].state_dict()], [None]], Settings())
         assert restart.counts["flights_dropped"] == 0
         assert restart.counts["landings"] == landed.counts["landings"]
-        assert unlike(restart.buffers, landed.buffers) == []
+        assert unlike(restart.untrained, landed.untrained) == []
         for parameter, own in landed.parameters.items():
             assert torch.equal(restart.parameters[parameter].values, own.values), parameter
             assert unlike(restart.parameters[parameter].state, own.state) == []
@@ -269,7 +269,7 @@ def test_a_file_holds_the_model_a_second_save_replaces_it_and_what_is_not_of_now
     ]
     content["streaming_diloco"] |= {"format": 1, "version": "7.0"}
     torch.save(content, path)
-    other = "written in format 1 by lightning_sdiloco 7.0.* this version reads only format 2"
+    other = "written in format 1 by lightning_sdiloco 7.0.* this version reads only format 3"
     found.append((other, refusal(trained(0).load, path)))
     assert [(words, said) for words, said in found if not re.search(words, said)] == []
 
@@ -422,7 +422,7 @@ def test_fits_with_other_groups_settings_or_files_start_from_the_outer_parameter
             for parameter, own in restart.parameters.items():
                 assert torch.equal(first[f"outer {parameter}"].flatten(), own.values)
                 assert torch.equal(first[parameter].flatten(), own.values), "the local model starts there too"
-            assert all(torch.equal(first[buffer], values) for buffer, values in restart.buffers.items())
+            assert all(torch.equal(first[buffer], values) for buffer, values in restart.untrained.items())
             inner = {key: values for key, values in first.items() if key.split()[0].isdigit()}
             state = files[group]["optimizer_states"][0]["state"] if group < 2 else {}  # or a fresh inner optimizer
             assert unlike(inner, {f"{i} {key}": v for i, of in state.items() for key, v in of.items()}) == []

@@ -62,7 +62,7 @@ def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
         model = nn.Linear(4, 4)
         model.register_buffer("mean", missing)
         with pytest.raises(ValueError, match="The buffer 'mean' is sharded"):
-            StreamingDiLoCo(model, worker_groups=1)
+            StreamingDiLoCo(model, worker_groups=1, untrained={"mean": "mean"})
 
     run_ranks(check, 4)
 

@@ -471,7 +471,7 @@ def test_rounds_start_anew_from_the_mean() -> None:
     for joined, parts in (
         (torch.cat([one.values for one in found]), [of["outer"] for of in own]),
         (torch.cat([one.state["momentum_buffer"] for one in found]), [of["state"]["momentum_buffer"] for of in own]),
-        (restart.buffers["7.running_mean"], [of["buffers"][0] for of in own]),
+        (restart.untrained["7.running_mean"], [of["buffers"][0] for of in own]),
     ):
         assert torch.allclose(joined, torch.stack(parts).mean(0))
         assert not torch.allclose(joined, parts[0])

@@ -18,6 +18,7 @@ from lightning_sdiloco.federation import config
 from lightning_sdiloco.federation.codec import key_of
 from lightning_sdiloco.federation.mean import averaged, decoded, encoded
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
+from lightning_sdiloco.federation.untrained import Sizes
 from tests.bits import same
 from tests.federation.sites import Site, VirtualHub, agree, equal, founded, restarted, train, train_ranked, whole
 from tests.federation.test_site import normed
@@ -53,7 +54,7 @@ def test_in_float32_the_mean_of_the_hub_is_that_of_the_sites_also_the_last_one_a
 
 def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -> None:
     random, numel = np.random.default_rng(0), 300
-    told, sent, residual = np.zeros(numel), np.zeros(numel), None
+    told, sent, residual, sizes = np.zeros(numel), np.zeros(numel), None, Sizes(numel)
     for number in range(12):
         blobs = random.standard_normal((3, numel)).astype(np.float32)
         store = {key_of(blob.tobytes()): blob.tobytes() for blob in blobs}
@@ -62,7 +63,7 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
             for i, (key, blob) in enumerate(store.items())
         )
         record = Record(number, 0, number + 1, "", counted, (), False)
-        payload, residual = averaged(record, store.__getitem__, numel, 0, "fp4", residual)
+        payload, residual = averaged(record, store.__getitem__, sizes, "fp4", residual)
         told += decoded(payload, numel, "fp4")
         sent += np.average(blobs, axis=0, weights=[1, 2, 3])
         assert residual is not None
@@ -70,7 +71,7 @@ def test_what_is_left_out_of_means_is_remembered_to_the_last_bit_of_rounding() -
         assert 0.01 < np.abs(rest).max() < 1.0
         np.testing.assert_allclose(told + rest, sent, atol=1e-5)
     # Nothing is rounded of a last mean, and nothing is left.
-    payload, residual = averaged(replace(record, final=True), store.__getitem__, numel, 0, "fp4", residual)
+    payload, residual = averaged(replace(record, final=True), store.__getitem__, sizes, "fp4", residual)
     assert residual is None
     np.testing.assert_allclose(decoded(payload, numel, "fp32"), blobs.mean(0), atol=1e-6)
 

@@ -195,7 +195,7 @@ def test_one_rank_alone_and_one_that_fails_save_their_own_values_say_so_and_wait
     assert [line for line in said if "this group's local values" in line]
     engine = torch.load(tmp_path / "on_exception.ckpt.sdiloco/exception/rank_00001.pt", weights_only=True)["engine"]
     names = [name for fragment in engine["fragments"] for name in fragment["names"]]
-    assert same(dict(zip(names, engine["local"], strict=True)), failed)
+    assert same(dict(zip(names, engine["local"]["parameters"], strict=True)), failed)
 
 
 # Loops of one's own
