@@ -27,7 +27,10 @@ GROUND = {room for room, floor in FLOOR.items() if floor == 0}  # single files, 
 FACE = {"__init__", "lightning_pytorch", "pytorch_lightning", "ray"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"}
 # What of a federation decides, given the time and what was heard; and what of it trains. The rest moves bytes.
-RULES = [f"{NAME}.federation.{name}" for name in ("run_config", "codec", "follower", "ledger", "messages", "quorum")]
+RULES = [
+    f"{NAME}.federation.{name}"
+    for name in ("run_config", "codec", "follower", "ledger", "messages", "quorum", "untrained")
+]
 TRITON = f"{NAME}.compression.fp4_triton"  # imported on a GPU alone, by what it does the work of
 SITE = [f"{NAME}.federation.{name}" for name in ("arithmetic", "config", "ranks", "site", "states")]
 

@@ -184,7 +184,9 @@ class StreamingDiLoCo:
         self.link = self.rounds.link
         self._cut(parts)
         align_ranks(self.model, self.rounds.fragments, self.topology)
-        require_same_settings(self.rounds.described(), self.topology.world)
+        kinds = {name: kind for own in self.rounds.fragments for name, kind in own.untrained.kinds_by_name().items()}
+        same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}
+        require_same_settings({**self.rounds.described(), **same}, self.topology.world)
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds
         if federation is not None:

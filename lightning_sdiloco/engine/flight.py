@@ -37,7 +37,7 @@ from lightning_sdiloco.comm.topology import STAGES, Topology
 from lightning_sdiloco.compression import Compression, resolve
 from lightning_sdiloco.engine.fragments import Arrival, Diagnostics, FragmentState, Landing, Launch, Purpose, Span
 from lightning_sdiloco.engine.outer import OuterState
-from lightning_sdiloco.engine.untrained import NOTHING, Arrived, agreed, arrived, to_bytes
+from lightning_sdiloco.engine.untrained import NOTHING, Arrived, agreed, arrived, arrived_bytes, to_bytes
 from lightning_sdiloco.errors import AgreementError, ExchangeError
 from lightning_sdiloco.memory import new_vector
 
@@ -240,17 +240,21 @@ class Synchronizer:
     def _untrained(self, tails: Mapping[int, Tensor], launch: Launch) -> Arrived:
         """Returns what becomes of the untrained state that travels, given what groups sent. In-group collective."""
         state = self._fragments[launch.fragment].untrained
-        sizes = [state.nbytes(index) for index in launch.travelling]
-        # Behind the values, a byte for each tensor says whether all groups sent the same.
-        flat = torch.empty(sum(sizes) + len(sizes), dtype=torch.uint8, device=launch.gradient.device)
+        size = arrived_bytes(state, launch.travelling)
+        flat = torch.empty(size, dtype=torch.uint8, device=launch.gradient.device)
         if self._topology.group_rank == 0:
             # Where rounds start, each group has its own values for the outer ones.
             keeps_outer = launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(launch.leg, default=0)
-            senders = {f"worker group {group}": tail.split(sizes) for group, tail in tails.items()}
-            flat.copy_(agreed(state, launch.travelling, senders, keeps_outer=keeps_outer, speaks=speaks))
+            sizes = [state.nbytes(index) for index in launch.travelling]
+            pieces = {f"worker group {group}": tail.split(sizes) for group, tail in tails.items()}
+            sent = {
+                index: {who: of_group[position] for who, of_group in pieces.items()}
+                for position, index in enumerate(launch.travelling)
+            }
+            flat.copy_(agreed(state, sent, keeps_outer=keeps_outer, speaks=speaks))
         self._topology.stages[_AVERAGE].broadcast(flat)
-        return arrived(state, launch.travelling, flat.split([*sizes, len(sizes)]), launch.buffers)
+        return arrived(state, launch.travelling, flat, launch.buffers)
 
     # A route that does not share; see [Note: gossip]
 

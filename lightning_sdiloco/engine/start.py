@@ -401,7 +401,7 @@ def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: Named
         fragment.layout.write_named(frozen)
     kinds = default_kinds(model, untrained_places(model))
     buffers = {place.name: place.tensor for place in kinds if not place.is_parameter}
-    known = outer.parameters.keys() | {name for fragment in fragments for name in fragment.untrained.all_names}
+    known = outer.parameters.keys() | {name for fragment in fragments for name in fragment.untrained.kinds_by_name()}
     for name, tensor in (now | buffers).items():
         if name not in known:
             broadcast(tensor, topology)

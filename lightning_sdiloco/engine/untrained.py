@@ -3,20 +3,20 @@
 [Note: kinds of untrained state] Every such tensor has one kind. A user names kinds by patterns, ``untrained=`` of the
 engine; `default_kinds` decides for the others.
 
-=========  =====================================  ====================================================================
-kind       by default                             what happens to it
-=========  =====================================  ====================================================================
-``mean``   buffers named ``running_mean`` and     Groups take the plain mean, in float32, with each landing of the
-           ``running_var``                        fragment; it is mixed like the parameters.
-``first``  other persistent buffers, unless they  Groups take the values of the first group that counted, with each
-           are ``large``                          landing, in the buffer's own dtype. A group that sent these very
-                                                  values keeps what it has made of them since, as a counter does.
-``own``    large buffers, frozen parameters       Each group keeps its own in training. Validation, checkpoints and the
-                                                  end of training show those of the first group.
-=========  =====================================  ====================================================================
+=========  ========================================  ==================================================================
+kind       by default                                what happens to it
+=========  ========================================  ==================================================================
+``mean``   floating-point buffers, such as           Groups take the plain mean, in at least float32, with each landing
+           statistics and moving averages            of the fragment; it is mixed like the parameters.
+``first``  single values, whole numbers, and         Groups take the values of the first group that counted, with each
+           vectors of length one                     landing, in the buffer's own dtype.
+``own``    frozen parameters, and modules whose      Each group keeps its own in training. Validation, checkpoints and
+           buffers are `large`                       the end of training show those of the first group.
+=========  ========================================  ==================================================================
 
-What no group has changed since the start never travels, and keeps all its bits. Buffers that are not persistent belong
-to a rank alone, unless a pattern names them.
+With its first launch a fragment sends all of it, later what some group has changed since. Constants keep their bits.
+What has changed alike in all groups, as a counter does, each of them keeps and shows as it is now. Buffers that are not
+persistent belong to a rank alone, unless a pattern names them.
 """
 
 import logging
@@ -39,12 +39,14 @@ _log = logging.getLogger(__name__)
 _SMALL_BYTES = 256 * 1024
 _LARGEST_SHARE = 0.5
 
-_RUNNING_STATISTICS = ("running_mean", "running_var")
+# Of a vector of length one, such as those of spectral norms and of queues of features.
+_TOLERANCE = 1e-3
 
 # One bit for each tensor that travels says whether it changed; further ones share the last of these. The highest bit
 # says whether a tensor of the kind `own` did.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
+_EVERYTHING = _OWN_MOVED - 1
 
 # So many values of a tensor are compared at a launch.
 _SAMPLED = 64
@@ -114,16 +116,19 @@ def untrained_places(model: nn.Module) -> Iterator[Place]:
                     yield Place(clean_name(".".join((*path, key))), model, path, key, is_parameter)
 
 
-def kinds_of(model: nn.Module, named: Mapping[str, str]) -> dict[Place, Kind]:
+def kinds_of(model: nn.Module, named: Mapping[str, str], before: Mapping[str, Kind]) -> dict[Place, Kind]:
     """Returns the kind of each tensor that no optimizer trains, without the buffers that belong to a rank alone.
 
     Args:
         model: The model, as it is cut.
         named: Kinds by patterns of names, from the user.
+        before: Kinds by name, where the model was cut before.
     """
     places = list(untrained_places(model))
     _require_matches(model, places, named)
     kinds = default_kinds(model, places)
+    for place in kinds:
+        kinds[place] = before.get(place.name, kinds[place])
     for place in places:
         for pattern, kind in named.items():
             if fnmatchcase(place.name, pattern):
@@ -149,16 +154,29 @@ def default_kinds(model: nn.Module, places: Iterable[Place]) -> dict[Place, Kind
         if place.is_parameter:
             kinds[place] = Kind.OWN
         elif _is_persistent(place):
-            tensor = place.tensor
-            is_statistic = place.key in _RUNNING_STATISTICS and tensor.is_floating_point()
-            kinds[place] = Kind.MEAN if is_statistic else Kind.FIRST
-            if not is_statistic:
-                module_bytes[place.path] = module_bytes.get(place.path, 0) + tensor.numel() * tensor.element_size()
-    for place, kind in kinds.items():
-        is_large = kind is Kind.FIRST and module_bytes[place.path] > most_bytes
-        if is_large or (kind is Kind.FIRST and is_sharded(place.tensor)):
+            kinds[place] = Kind.MEAN if has_mean(place.values) else Kind.FIRST
+            nbytes = place.values.numel() * place.values.element_size()
+            module_bytes[place.path] = module_bytes.get(place.path, 0) + nbytes
+    for place in kinds:
+        if is_sharded(place.tensor) or module_bytes.get(place.path, 0) > most_bytes:
             kinds[place] = Kind.OWN
     return kinds
+
+
+def has_mean(values: Tensor) -> bool:
+    """Returns whether the mean of such values is one of their kind.
+
+    Examples:
+        >>> [has_mean(values) for values in (torch.zeros(3), torch.zeros(()), torch.arange(3), torch.eye(3))]
+        [True, False, False, False]
+    """
+    if not values.is_floating_point() or values.numel() < 2:
+        return False
+    for dim in {0, values.ndim - 1}:
+        lengths = torch.linalg.vector_norm(values.to(torch.float32), dim=dim)
+        if bool(((lengths - 1).abs() < _TOLERANCE).all()):
+            return False
+    return True
 
 
 def _is_persistent(place: Place) -> bool:
@@ -206,6 +224,15 @@ def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
     return flat.clone().view(like.dtype).view(like.shape)
 
 
+def all_alike(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns, for each value, whether tensors of one shape and dtype have the same bits there."""
+    first, *others = [to_bytes(tensor).view(tensor.numel(), tensor.element_size()) for tensor in tensors]
+    is_alike = torch.ones(len(first), dtype=torch.bool, device=first.device)
+    for other in others:
+        is_alike &= (other == first).all(dim=1)
+    return is_alike.view(tensors[0].shape)
+
+
 def are_alike(tensor: Tensor, other: Tensor) -> bool:
     """Returns whether two tensors have the same shape, dtype and bits; NaNs of the same bits are alike."""
     if tensor.shape != other.shape or tensor.dtype != other.dtype:
@@ -220,7 +247,7 @@ def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[b
     finite, and not the same everywhere, is left out.
 
     Args:
-        rows: The values, by group, float32.
+        rows: The values, by group.
         outer: What to return where no group can count; None: the values of the first group.
 
     Examples:
@@ -231,8 +258,7 @@ def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[b
         >>> elementwise_mean(torch.tensor([[inf], [3.0]]), None)
         (tensor([3.]), [True, False])
     """
-    bits = rows.view(torch.int32)
-    is_alike = (bits == bits[0]).all(dim=0) & ~rows[0].isnan()
+    is_alike = all_alike(rows.unbind()) & ~rows[0].isnan()
     left_out = ((~rows.isfinite()) & ~is_alike).any(dim=1).tolist()
     counted = rows[[not is_out for is_out in left_out]]
     mean = rows[0] if outer is None else outer
@@ -241,14 +267,23 @@ def elementwise_mean(rows: Tensor, outer: Tensor | None) -> tuple[Tensor, list[b
     return torch.where(is_alike, rows[0], mean), left_out
 
 
-def mix_statistic(values: Tensor, outer: Tensor, kept: float) -> None:
-    """Mixes outer values into local ones, elementwise: equal ones stay, and one that is not finite is replaced."""
+def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) -> None:
+    """Mixes outer values into local ones, elementwise.
+
+    Args:
+        values: The local values. Those that equal the outer ones keep their bits; others that are not finite are
+            replaced.
+        outer: The outer values.
+        kept_share: The share of the local values in the mean.
+        is_kept: Where local values stay as they are: a truth value for each value, or one for all.
+    """
     outer = outer.to(values.dtype)
-    mixed = values.clone()
-    mix(mixed, outer, kept)
-    if kept:
+    mixed = outer
+    if kept_share:
+        mixed = values.clone()
+        mix(mixed, outer, kept_share)
         mixed = torch.where(values.isfinite(), mixed, outer)
-    values.copy_(torch.where(values == outer, values, mixed))
+    values.copy_(torch.where(is_kept | (values == outer), values, mixed))
 
 
 def new_outer(
@@ -286,20 +321,20 @@ def say_left_out(left_out: Mapping[str, Sequence[str]]) -> None:
 
 
 class Arrived(NamedTuple):
-    """What a flight brings of the untrained state of a fragment.
+    """What a flight brings of the untrained state of a fragment, by index.
 
     Attributes:
-        outer: The new outer values, by index.
-        alike: The indices at which all groups sent the same bits.
-        kept: The indices at which this group keeps its own values: all groups take those that it sent.
+        outer: The new outer values.
+        is_alike: Where all groups have made the same change: a truth value for each value, or one for all.
+        is_kept: Where this group keeps its own values, because all groups take those that it sent.
     """
 
     outer: Mapping[int, Tensor]
-    alike: frozenset[int]
-    kept: frozenset[int]
+    is_alike: Mapping[int, Tensor]
+    is_kept: Mapping[int, Tensor]
 
 
-NOTHING = Arrived({}, frozenset(), frozenset())
+NOTHING = Arrived({}, {}, {})
 
 
 class OwnState:
@@ -347,7 +382,7 @@ class UntrainedState:
 
     Attributes:
         kinds: The kind of each tensor that travels.
-        outer: The outer values of each tensor that travels: float32 for a mean, its own dtype otherwise.
+        outer: The outer values of each tensor that travels: at least float32 for a mean, its own dtype otherwise.
         own: What does not travel.
         own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all groups.
     """
@@ -359,28 +394,24 @@ class UntrainedState:
         self.kinds = [kind for kind in kinds.values() if kind is not Kind.OWN]
         self._shapes = [place.values.shape for place in self._places]
         self._dtypes = [
-            torch.float32 if kind is Kind.MEAN else place.values.dtype
+            torch.promote_types(place.values.dtype, torch.float32) if kind is Kind.MEAN else place.values.dtype
             for place, kind in zip(self._places, self.kinds, strict=True)
         ]
         self._has_warned = False
         self.own_moved: bool = any(state.own_moved for state in before)
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # While all groups hold a tensor alike, each shows its own values, which may be newer than the outer ones.
-        self._alike = {index for index, kind in enumerate(self.kinds) if kind is Kind.FIRST}
-        self._travelling = self._statistics()
+        # What has changed alike in all groups, each shows as it is, which is newer than the outer values.
+        self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
+        self._travelling = _EVERYTHING
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of what travels."""
         return tuple(place.name for place in self._places)
 
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        return (*self.names, *(place.name for place in self.own.places))
-
-    def _statistics(self) -> int:
-        """Returns what travels while no group knows what the others have changed: statistics, and no constants."""
-        return sum({_bit(index) for index, kind in enumerate(self.kinds) if kind is Kind.MEAN})
+    def kinds_by_name(self) -> dict[str, Kind]:
+        """Returns the kinds of what travels, and of what groups keep."""
+        return {**dict(zip(self.names, self.kinds, strict=True)), **{place.name: Kind.OWN for place in self.own.places}}
 
     def _copied(self, index: int) -> Tensor:
         return self._places[index].values.to(self._dtypes[index], copy=True)
@@ -422,12 +453,9 @@ class UntrainedState:
         return [index for index in range(len(self.outer)) if everything or self._travelling & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of what a site sends: all statistics, and what differs from the outer values."""
-        return [
-            index
-            for index, kind in enumerate(self.kinds)
-            if kind is Kind.MEAN or not are_alike(snapshot[index], self.outer[index])
-        ]
+        """Returns the indices of what differs from the outer values: what a site sends."""
+        pairs = zip(snapshot, self.outer, strict=True)
+        return [index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)]
 
     def nbytes(self, index: int) -> int:
         """Returns how many bytes of a message the values at an index take."""
@@ -437,40 +465,30 @@ class UntrainedState:
         """Takes new outer values, and which tensors changed in some group."""
         for index, values in arrived.outer.items():
             self.outer[index] = values
-            is_alike = index in arrived.alike and self.kinds[index] is Kind.FIRST
-            self._alike = self._alike | {index} if is_alike else self._alike - {index}
+            self._is_alike[index] = arrived.is_alike[index]
         self._travelling = changed & ~_OWN_MOVED
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Takes outer values that have arrived into the local ones; statistics are mixed."""
+        """Takes outer values that have arrived into the local ones; means are mixed."""
         for index in arrived.outer:
-            if not self._has_shape(index):
-                continue
-            values = self._places[index].values
-            if self.kinds[index] is Kind.MEAN:
-                mix_statistic(values, self.outer[index], kept_share)
-            elif index not in arrived.kept:
-                values.copy_(self.outer[index])
+            if self._has_shape(index):
+                share = kept_share if self.kinds[index] is Kind.MEAN else 0.0
+                mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; what all groups hold alike is shown as it is."""
-        self._write(index for index in range(len(self.outer)) if index not in self._alike)
+        """Shows the outer values in the model; what has changed alike in all groups is shown as it is."""
+        for index, is_alike in enumerate(self._is_alike):
+            if self._has_shape(index):
+                mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
 
     def recover(self) -> None:
-        """Takes outer values for what is not a number, and for all statistics."""
-        is_spoilt = [bool(place.values.isnan().any()) for place in self._places]
-        self._write(index for index, kind in enumerate(self.kinds) if kind is Kind.MEAN or is_spoilt[index])
-
-    def _write(self, indices: Iterable[int]) -> None:
-        for index in indices:
-            if not self._has_shape(index):
-                continue
-            values = self._places[index].values
-            if self.kinds[index] is Kind.MEAN:
-                mix_statistic(values, self.outer[index], 0.0)
-            else:
-                values.copy_(self.outer[index])
+        """Takes outer values for what is not finite, and for all means."""
+        for index, kind in enumerate(self.kinds):
+            if self._has_shape(index):
+                values = self._places[index].values
+                is_kept = torch.tensor(kind is not Kind.MEAN, device=values.device)
+                mix_in(values, self.outer[index], 0.0, is_kept & values.isfinite())
 
     def write_values(self, outer: Mapping[int, Tensor]) -> None:
         """Shows values that a flight has brought, instead of the outer ones."""
@@ -498,22 +516,29 @@ class UntrainedState:
             "buffer_names": list(self.names),
             "buffer_kinds": [kind.value for kind in self.kinds],
             "buffers": [values.to("cpu") for values in self.outer],
-            "buffers_alike": sorted(self._alike),
+            "buffers_alike": [is_alike.to("cpu") for is_alike in self._is_alike],
             "travelling": self._travelling,
             "own_moved": self.own_moved,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, saved, kind in zip(state["buffer_names"], state["buffer_kinds"], self.kinds, strict=True):
+            if saved != kind.value:
+                raise ValueError(
+                    f"{name!r} was saved as untrained state of the kind {saved!r}, and is {kind.value!r} now. Give"
+                    f" untrained={{{name!r}: {saved!r}}} to resume."
+                )
         self._load_outer(state["buffers"])
-        self._alike = set(state["buffers_alike"])
+        pairs = zip(state["buffers_alike"], self.outer, strict=True)
+        self._is_alike = [is_alike.to(outer.device, copy=True) for is_alike, outer in pairs]
         self._travelling = state["travelling"]
         self.own_moved = state["own_moved"]
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
         """Takes outer values by name; a tensor without one keeps what it has."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
-        self._alike = set()
-        self._travelling = self._statistics()
+        self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
+        self._travelling = _EVERYTHING
 
     def _load_outer(self, outer: Sequence[Tensor]) -> None:
         pairs = zip(outer, self.outer, strict=True)
@@ -546,7 +571,8 @@ def untrained_state_of(
         for depth in range(len(steps)):
             fragment_in.setdefault(steps[:depth], index)
     kinds: list[dict[Place, Kind]] = [{} for _ in fragments]
-    for place, kind in kinds_of(model, named).items():
+    kinds_before = {name: kind for state in before for name, kind in state.kinds_by_name().items()}
+    for place, kind in kinds_of(model, named, kinds_before).items():
         steps = tuple(place.name.split("."))
         depth = max(depth for depth in range(len(steps)) if steps[:depth] in fragment_in)
         kinds[fragment_in[steps[:depth]]][place] = kind
@@ -558,58 +584,64 @@ def untrained_state_of(
 
 def agreed(
     state: UntrainedState,
-    travelling: Sequence[int],
-    senders: Mapping[str, Sequence[Tensor]],
+    sent: Mapping[int, Mapping[str, Tensor]],
     *,
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether all sent the same.
+    """Returns the new outer values as bytes, and behind them a byte for each value: whether it has changed alike.
 
     Args:
         state: The untrained state of the fragment.
-        travelling: The indices of what was sent.
-        senders: The bytes of each of these, by the name of who sent them: all that count, in their order.
+        sent: The bytes of each tensor that travels, by its index and the name of who sent them: all that count, in
+            their order.
         keeps_outer: As for `new_outer`.
         speaks: Whether to log whose values are left out.
     """
-    parts = list[Tensor]()
-    is_alike = list[bool]()
+    values = list[Tensor]()
+    is_alike = list[Tensor]()
     left_out = dict[str, list[str]]()
-    for position, index in enumerate(travelling):
-        outer = state.outer[index]
-        sent = {who: pieces[position] for who, pieces in senders.items()}
-        first = next(iter(sent.values()))
-        is_alike.append(all(torch.equal(piece, first) for piece in sent.values()))
-        values = {who: from_bytes(piece, like=outer) for who, piece in sent.items()}
-        new, spoilt = new_outer(state.kinds[index], values, outer, keeps_outer=keeps_outer)
-        parts.append(to_bytes(new))
+    for index, senders in sent.items():
+        before = state.outer[index]
+        tensors = {who: from_bytes(piece, like=before) for who, piece in senders.items()}
+        new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
+        has_changed = ~all_alike([new, before])
+        values.append(to_bytes(new))
+        is_alike.append(to_bytes(all_alike(list(tensors.values())) & has_changed))
         left_out[state.names[index]] = spoilt
     if speaks:
         say_left_out(left_out)
-    device = state.outer[0].device
-    return torch.cat([*parts, torch.tensor(is_alike, dtype=torch.uint8, device=device)])
+    return torch.cat([*values, *is_alike])
 
 
-def arrived(
-    state: UntrainedState, travelling: Sequence[int], pieces: Sequence[Tensor], snapshot: Sequence[Tensor]
-) -> Arrived:
-    """Reads what `agreed` returned, cut into the bytes of each tensor and those that say which are alike.
+def arrived(state: UntrainedState, travelling: Sequence[int], flat: Tensor, snapshot: Sequence[Tensor]) -> Arrived:
+    """Reads what `agreed` returned.
 
     Args:
         state: The untrained state of the fragment.
         travelling: The indices of what was sent.
-        pieces: The bytes.
+        flat: The bytes.
         snapshot: What this rank held at the launch.
     """
-    *values, alike = pieces
-    outer = {index: from_bytes(piece, state.outer[index]) for index, piece in zip(travelling, values, strict=True)}
-    is_alike = dict(zip(travelling, alike.tolist(), strict=True))
-    return Arrived(
-        outer=outer,
-        alike=frozenset(index for index in travelling if is_alike[index]),
-        kept=frozenset(index for index in travelling if are_alike(snapshot[index], outer[index])),
-    )
+    sizes = [state.nbytes(index) for index in travelling]
+    numels = [state.outer[index].numel() for index in travelling]
+    pieces = flat.split([*sizes, *numels])
+    outer = dict[int, Tensor]()
+    is_alike = dict[int, Tensor]()
+    is_kept = dict[int, Tensor]()
+    for position, index in enumerate(travelling):
+        before = state.outer[index]
+        outer[index] = from_bytes(pieces[position], like=before)
+        is_alike[index] = pieces[len(sizes) + position].view(before.shape).bool()
+        is_same = all_alike([snapshot[index], outer[index]])
+        # Of what is no mean, a group keeps all or nothing.
+        is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
+    return Arrived(outer, is_alike, is_kept)
+
+
+def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
+    """Returns how many bytes `agreed` returns."""
+    return sum(state.nbytes(index) + state.outer[index].numel() for index in travelling)
 
 
 # What is shown of the state that groups keep: that of the first group

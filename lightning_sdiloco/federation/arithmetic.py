@@ -28,12 +28,12 @@ from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout, digest
-from lightning_sdiloco.engine.untrained import NOTHING, Arrived, Kind, UntrainedState, agreed, arrived
+from lightning_sdiloco.engine.untrained import NOTHING, Arrived, UntrainedState, agreed, arrived, arrived_bytes
 from lightning_sdiloco.engine.untrained import to_bytes as untrained_bytes
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.remote import places_of
-from lightning_sdiloco.federation.untrained import Sizes, Tail, packed, unpacked
+from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 
 _LARGEST = sys.float_info.max
 
@@ -86,7 +86,7 @@ class SiteArithmetic:
         blob = to_bytes(encoded.payloads[0])
         if self._rank == 0:
             # Rank 0 speaks for the untrained state.
-            blob += tail_of(fragment.untrained, launch)
+            blob += sent_untrained(fragment.untrained, launch)
         payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
@@ -200,70 +200,42 @@ class SiteArithmetic:
         state = fragment.untrained
         if not state.outer:
             return NOTHING
-        everything = state.travelling(everything=True)
-        sizes = [state.nbytes(index) for index in everything]
-        flat = torch.empty(sum(sizes) + len(sizes), dtype=torch.uint8, device=state.outer[0].device)
+        sent = dict[int, dict[str, Tensor]]()
+        device = state.outer[0].device
+        is_sent = torch.zeros(len(state.outer), dtype=torch.uint8, device=device)
         if self._rank == 0:
-            senders = dict[str, list[Tensor]]()
             for contribution, site in zip(record.counted, sites, strict=False):
-                senders[f"site {contribution.site!r}"] = self._untrained_of(fragment, site)
-            flat.copy_(agreed(state, everything, senders))
+                for index, values in self._untrained_of(fragment, site).items():
+                    piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
+                    sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
+                    is_sent[index] = 1
+        self._site.broadcast(is_sent)
+        travelling = is_sent.nonzero().flatten().tolist()
+        if not travelling:
+            return NOTHING
+        flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=device)
+        if self._rank == 0:
+            flat.copy_(agreed(state, dict(sorted(sent.items()))))
         self._site.broadcast(flat)
         snapshot = state.outer if own is None else own.untrained
-        return arrived(state, everything, flat.split([*sizes, len(sizes)]), snapshot)
+        return arrived(state, travelling, flat, snapshot)
 
-    def _untrained_of(self, fragment: FragmentState, site: _Site) -> list[Tensor]:
-        """Returns the bytes of each tensor that a site sent; of what it has not changed, the outer ones."""
-        state = fragment.untrained
-        sent = site.payloads[0]
-        lengths = fragment.layout.shard_lengths(site.ranks)
-        tail = to_bytes(sent[site.all_reduce.payload_bytes(lengths[0]) :])
-        return read_tail(state, tail)
+    def _untrained_of(self, fragment: FragmentState, site: _Site) -> dict[int, bytes]:
+        """Returns the bytes of what a site, or the hub, says has changed."""
+        values = site.all_reduce.payload_bytes(fragment.layout.shard_lengths(site.ranks)[0])
+        return unpacked(to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained))
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
     """Returns the sizes of the untrained state of a fragment."""
-    everything = [(kind, state.nbytes(index)) for index, kind in enumerate(state.kinds)]
-    return Sizes(
-        numel=0,
-        statistics=sum(size for kind, size in everything if kind is Kind.MEAN),
-        others=tuple(size for kind, size in everything if kind is not Kind.MEAN),
-    )
+    untrained = tuple(state.nbytes(index) for index in range(len(state.outer)))
+    return Sizes(numel=0, untrained=untrained)
 
 
-def tail_of(state: UntrainedState, launch: Launch) -> bytes:
-    """Returns the untrained state that travels with a launch, as bytes."""
-    statistics = list[bytes]()
-    others = dict[int, bytes]()
-    number = 0
-    for index, kind in enumerate(state.kinds):
-        values = untrained_bytes(launch.buffers[index])
-        if kind is Kind.MEAN:
-            statistics.append(to_bytes(values))
-            continue
-        if index in launch.travelling:
-            others[number] = to_bytes(values)
-        number += 1
-    return packed(Tail(b"".join(statistics), others), sizes_of(state))
-
-
-def read_tail(state: UntrainedState, sent: bytes) -> list[Tensor]:
-    """Returns the bytes of each tensor of the untrained state; of what was not sent, the outer ones."""
-    tail = unpacked(sent, sizes_of(state))
-    device = state.outer[0].device
-    pieces = list[Tensor]()
-    position = 0
-    number = 0
-    for index, kind in enumerate(state.kinds):
-        if kind is Kind.MEAN:
-            end = position + state.nbytes(index)
-            piece = tail.statistics[position:end]
-            position = end
-        else:
-            piece = tail.others.get(number, to_bytes(untrained_bytes(state.outer[index])))
-            number += 1
-        pieces.append(torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device))
-    return pieces
+def sent_untrained(state: UntrainedState, launch: Launch) -> bytes:
+    """Returns what a launch sends of the untrained state, as bytes."""
+    changed = {index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling}
+    return packed(changed, sizes_of(state))
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:

@@ -4,14 +4,15 @@ Numpy does it alone, which comes with Lightning: a hub does without torch. What 
 remembered, and added to the next one of the fragment.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_sdiloco.federation.codec import Bytes
 from lightning_sdiloco.federation.messages import Contribution, Record
-from lightning_sdiloco.federation.untrained import Sizes, Tail, packed, unpacked
+from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 
 Vector = npt.NDArray[np.float32]
 
@@ -83,49 +84,57 @@ def averaged(
     """
     weights = [1 if record.final else own.weight for own in record.counted]
     mean = np.zeros(sizes.numel, np.float32)
-    tails = list[Tail]()
+    untrained = list[dict[int, bytes]]()
     for own, weight in zip(record.counted, weights, strict=True):
-        values, tail = _sent(own, get, sizes, code)
+        values, changed = _sent(own, get, sizes, code)
         mean += np.float32(len(weights) * weight / sum(weights)) * values
-        tails.append(tail)
+        untrained.append(changed)
     mean /= np.float32(len(weights))
     # A last mean is exact, and nothing comes after it.
     code = "fp32" if record.final else code
     if residual is not None and not record.final:
         mean += np.frombuffer(residual, np.float32)
     payload = encoded(mean, code)
-    statistics = mean_statistics([np.frombuffer(tail.statistics, "<f4") for tail in tails])
-    # The first site that counts decides what is no mean.
-    untrained = packed(Tail(statistics.astype("<f4").tobytes(), tails[0].others), sizes)
     remainder = None if code == "fp32" else (mean - decoded(payload, sizes.numel, code)).tobytes()
-    return payload + untrained, remainder
+    return payload + packed(means_of(untrained, sizes), sizes), remainder
 
 
-def mean_statistics(rows: Sequence[Vector]) -> Vector:
+def means_of(sites: Sequence[Mapping[int, bytes]], sizes: Sizes) -> dict[int, bytes]:
+    """Returns what becomes of each tensor of the untrained state that some site has changed."""
+    means = dict[int, bytes]()
+    for number, dtype in enumerate(sizes.dtypes):
+        sent = [changed[number] for changed in sites if number in changed]
+        if sent and dtype:
+            rows = [np.frombuffer(values, dtype) for values in sent]
+            means[number] = elementwise_mean(rows).astype(dtype).tobytes()
+        elif sent:
+            means[number] = sent[0]
+    return means
+
+
+def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
     """Returns the plain mean over the sites. What all hold alike keeps its bits; a site that is not finite is left out.
 
     Examples:
         >>> rows = [np.array([np.inf, value], "f4") for value in (1.0, 3.0)]
-        >>> mean_statistics(rows).tolist()
+        >>> elementwise_mean(rows).tolist()
         [inf, 2.0]
     """
     stacked = np.stack(rows)
-    bits = stacked.view(np.int32)
-    is_alike = (bits == bits[0]).all(axis=0) & ~np.isnan(stacked[0])
+    is_alike = (stacked == stacked[0]).all(axis=0)
     left_out = (~np.isfinite(stacked) & ~is_alike).any(axis=1)
     if left_out.all():
         # Where none is finite, the sites keep their own.
         return stacked[0]
-    mean = stacked[~left_out].mean(axis=0, dtype=np.float32)
-    statistics: Vector = np.where(is_alike, stacked[0], mean)
-    return statistics
+    mean = stacked[~left_out].mean(axis=0, dtype=stacked.dtype)
+    return np.where(is_alike, stacked[0], mean)
 
 
-def _sent(own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str) -> tuple[Vector, Tail]:
-    """Returns what a site has sent, from a shard of each of its ranks, and its untrained state."""
+def _sent(own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: str) -> tuple[Vector, dict[int, bytes]]:
+    """Returns what a site has sent, from a shard of each of its ranks, and what it has changed of untrained state."""
     code = "fp32" if own.exact else code
     length = -(-sizes.numel // len(own.payloads))
     payloads = [get(payload.key) for payload in own.payloads]
-    tail = bytes(memoryview(payloads[0])[_shard_bytes(own, sizes.numel, code) :])
+    untrained = bytes(memoryview(payloads[0])[_shard_bytes(own, sizes.numel, code) :])
     values = np.concatenate([decoded(payload, length, code) for payload in payloads])[: sizes.numel]
-    return values, unpacked(tail, sizes)
+    return values, unpacked(untrained, sizes)

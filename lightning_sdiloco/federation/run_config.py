@@ -26,7 +26,8 @@ SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 _SIZES = re.compile(r"\d+")
-_UNTRAINED = re.compile(r" (?P<kind>mean|first) of (?P<bytes>\d+) bytes$")
+_UNTRAINED = re.compile(r" torch\.(?P<dtype>\w+) (?P<kind>mean|first) of (?P<bytes>\d+) bytes$")
+_DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 
 @dataclass(frozen=True)
@@ -128,18 +129,17 @@ class RunConfig(Message):
     def sizes(self, fragment: int) -> Sizes:
         """Returns how many values the parameters of a fragment have, and how many bytes its untrained state."""
         numel = 0
-        statistics = 0
-        others = list[int]()
+        untrained = list[int]()
+        dtypes = list[str]()
         for _, described in self.fragments[fragment]:
-            untrained = _UNTRAINED.search(described)
-            if untrained is None:
+            found = _UNTRAINED.search(described)
+            if found is None:
                 shape = described.split(")")[0]
                 numel += math.prod(map(int, _SIZES.findall(shape)))
-            elif untrained["kind"] == "mean":
-                statistics += int(untrained["bytes"])
             else:
-                others.append(int(untrained["bytes"]))
-        return Sizes(numel, statistics, tuple(others))
+                untrained.append(int(found["bytes"]))
+                dtypes.append(_DTYPES[found["dtype"]] if found["kind"] == "mean" else "")
+        return Sizes(numel, tuple(untrained), tuple(dtypes))
 
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""

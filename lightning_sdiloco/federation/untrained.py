@@ -1,7 +1,7 @@
 """Untrained state on the wire: what a site, or a mean at the hub, sends behind the values of a fragment.
 
-All statistics come first, as float32. A site sends the rest only as far as it has changed it: a bit for each tensor
-says whether its bytes follow. Kinds and sizes are in the run config. It needs no torch: a hub reads it, too.
+A site sends what it has changed: a bit for each tensor says whether its bytes follow, means in float32 or float64.
+Kinds and sizes are in the run config. It needs no torch: a hub reads it, too.
 """
 
 from collections.abc import Mapping
@@ -13,58 +13,46 @@ class Sizes(NamedTuple):
 
     Attributes:
         numel: Values of its parameters.
-        statistics: Bytes of its statistics.
-        others: Bytes of each other tensor that travels with it.
+        untrained: Bytes of each tensor of its untrained state.
+        dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it from the first one.
     """
 
     numel: int
-    statistics: int = 0
-    others: tuple[int, ...] = ()
-
-    @property
-    def mask(self) -> int:
-        """Bytes with a bit for each of the others."""
-        return -(-len(self.others) // 8)
+    untrained: tuple[int, ...] = ()
+    dtypes: tuple[str, ...] = ()
 
     @property
     def least(self) -> int:
-        """Bytes of a tail in which no other tensor has changed."""
-        return self.statistics + self.mask
+        """Bytes that are sent if nothing has changed: a bit for each tensor."""
+        return -(-len(self.untrained) // 8)
 
     @property
     def most(self) -> int:
-        return self.least + sum(self.others)
+        return self.least + sum(self.untrained)
 
 
-class Tail(NamedTuple):
-    """Holds the bytes of all statistics, and of the other tensors that a site has changed, by their number."""
-
-    statistics: bytes
-    others: Mapping[int, bytes]
-
-
-def packed(tail: Tail, sizes: Sizes) -> bytes:
-    r"""Returns the bytes to send.
+def packed(changed: Mapping[int, bytes], sizes: Sizes) -> bytes:
+    r"""Returns what to send of the tensors that have changed, by their number.
 
     Examples:
-        >>> sizes = Sizes(numel=10, statistics=4, others=(1, 2, 3))
-        >>> sent = packed(Tail(b"mean", {1: b"ab"}), sizes)
-        >>> sent, unpacked(sent, sizes)
-        (b'mean\x02ab', Tail(statistics=b'mean', others={1: b'ab'}))
+        >>> sizes = Sizes(numel=10, untrained=(4, 2, 3), dtypes=("<f4", "", ""))
+        >>> packed({0: b"mean", 1: b"ab"}, sizes)
+        b'\x03meanab'
+        >>> unpacked(packed({0: b"mean", 1: b"ab"}, sizes), sizes)
+        {0: b'mean', 1: b'ab'}
     """
-    bits = sum(1 << number for number in tail.others)
-    others = [tail.others[number] for number in sorted(tail.others)]
-    return b"".join((tail.statistics, bits.to_bytes(sizes.mask, "little"), *others))
+    bits = sum(1 << number for number in changed)
+    return b"".join((bits.to_bytes(sizes.least, "little"), *(changed[number] for number in sorted(changed))))
 
 
-def unpacked(sent: bytes, sizes: Sizes) -> Tail:
-    """Reads what was sent. Where its length is not what it says, nothing but the statistics counts as changed."""
-    bits = int.from_bytes(sent[sizes.statistics : sizes.least], "little")
-    others = dict[int, bytes]()
+def unpacked(sent: bytes, sizes: Sizes) -> dict[int, bytes]:
+    """Returns what was sent. Where its length is not what it says, nothing counts as changed."""
+    bits = int.from_bytes(sent[: sizes.least], "little")
+    changed = dict[int, bytes]()
     position = sizes.least
-    for number, size in enumerate(sizes.others):
+    for number, size in enumerate(sizes.untrained):
         if bits >> number & 1:
-            others[number] = sent[position : position + size]
+            changed[number] = sent[position : position + size]
             position += size
-    is_whole = position == len(sent) and not bits >> len(sizes.others)
-    return Tail(sent[: sizes.statistics], others if is_whole else {})
+    is_whole = position == len(sent) and not bits >> len(sizes.untrained)
+    return changed if is_whole else {}

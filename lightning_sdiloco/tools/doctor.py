@@ -225,7 +225,7 @@ def describe() -> dict[str, Any]:
     return {
         "versions": {
             "python": platform.python_version(),
-            **{name: _version(name) or "not installed" for name in PACKAGES},
+            **{name: _installed_version(name) or "not installed" for name in PACKAGES},
         },
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": os.cpu_count() or 1,
@@ -241,7 +241,7 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -572,7 +572,7 @@ def _of_hub(options: HubOptions, seconds: float, numbers: dict[str, Any]) -> Ite
         f" quorum={quorum}, {ends}; {', '.join(f'{k}={v}' for k, v in run_config['settings'].items())}",
     )
     for name, there in run_config["versions"].items():
-        here = (_version(name) or "none").split("+")[0]
+        here = (_installed_version(name) or "none").split("+")[0]
         if here == there.split("+")[0]:
             yield Finding("ok", name, here)
         elif here.split(".")[:2] == there.split(".")[:2]:
