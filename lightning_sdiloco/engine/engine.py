@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -37,12 +37,13 @@ from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
-from lightning_sdiloco.engine.shards import trainable, unwrapped
+from lightning_sdiloco.engine.shards import digest, trainable, unwrapped
 from lightning_sdiloco.engine.start import (
     NamedOuter,
     WorkerGroups,
     agreed_fragments,
     align_ranks,
+    broadcast,
     cut,
     cut_again,
     named_outer,
@@ -452,6 +453,55 @@ class StreamingDiLoCo:
     def show_local(self) -> None:
         """Puts the local parameters and buffers back."""
         self.view.show_local()
+
+    def rewritten(self) -> dict[str, int]:
+        """Returns the parameters that code has overwritten since `evaluate` showed them, by name, with a digest each."""
+        return self.view.rewritten()
+
+    def local_digests(self) -> dict[str, int]:
+        """Returns a digest of what this rank holds of each parameter, by name."""
+        return {
+            name: digest(held)
+            for fragment in self.rounds.fragments
+            for name, held in zip(fragment.layout.names, fragment.layout.held, strict=True)
+        }
+
+    @torch.no_grad()
+    def set_outer(self, names: Collection[str] | None = None) -> None:
+        """Makes the model that rank 0 holds now the outer model of all groups. All ranks must call it together.
+
+        Call it after you have overwritten weights, for example with those of a better epoch. What is in flight is
+        dropped in all groups, and so is the outer momentum; the inner optimizers keep their state.
+
+        Args:
+            names: The parameters that you have overwritten; None: all, and the buffers that travel.
+
+        Raises:
+            ValueError: If the model has no such trainable parameter, or these ranks are a site of a federation.
+        """
+        self._require_open("set_outer()")
+        if self.site is not None:
+            raise ValueError(
+                "The outer model of a federation changes by its records alone: a site cannot overwrite weights while it"
+                " trains. Found another run, from the weights that you want."
+            )
+        fragments = self.rounds.fragments
+        known = {name for fragment in fragments for name in fragment.layout.names}
+        chosen = known if names is None else set(names)
+        if unknown := sorted(chosen - known):
+            raise ValueError(f"set_outer was given {unknown[0]!r}, which is no trainable parameter of the model.")
+        self._counts.flights_dropped += self.rounds.drop_flights()
+        self.rounds.reshard()
+        for fragment in fragments:
+            for name, parameter in zip(fragment.layout.names, fragment.layout.parameters, strict=True):
+                if name in chosen:
+                    broadcast(parameter, self.topology)
+            if names is None:
+                for tensor in fragment.untrained.tensors():
+                    broadcast(tensor, self.topology)
+                fragment.untrained.take_local()
+            fragment.take_as_outer(chosen)
+        self.view.keep(names)
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of what the groups hold now, as `finish` would take it. Does not change training.

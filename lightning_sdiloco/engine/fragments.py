@@ -42,7 +42,7 @@ in an `Arrival`, and writes to none of the record.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.weighting import combined
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, outer_optimizer_for
+from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, is_elementwise, outer_optimizer_for
 from lightning_sdiloco.engine.shards import FragmentLayout, digest, layouts_of, trainable
 from lightning_sdiloco.engine.untrained import Arrived, UntrainedState, untrained_state_of
 
@@ -251,6 +251,7 @@ class FragmentState:
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
         """Reads all that a flight carries. From here on the group's inner steps count from zero."""
         launch = self.read(step, deadline, purpose, requests)
+        self.untrained.launched()
         self.weight = 0
         return launch
 
@@ -308,6 +309,27 @@ class FragmentState:
         self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
         self.untrained.take_local()
         self._begin_from_outer()
+
+    def take_as_outer(self, names: Collection[str]) -> None:
+        """Makes the local values of some parameters the outer ones: all groups hold the same. Their momentum is lost."""
+        self._prefetched = None
+        before = self.outer.moved(self.storage.load)
+        is_taken = self.layout.mask(names)
+        state = {
+            key: torch.where(is_taken, 0.0, kept) if is_elementwise(kept, before.values) else kept
+            for key, kept in before.state.items()
+        }
+        values = torch.where(is_taken, self.layout.read(), before.values)
+        self.outer = before._replace(values=values, state=state).moved(self.storage.store)
+        self.memory = self._forgotten(self.memory, is_taken)
+        self.anchor = None if self.shares else self.outer.values
+        self.twin = None
+
+    def _forgotten(self, memory: Tensor | None, is_taken: Tensor) -> Tensor | None:
+        """Returns what the compression left out, without that of some values."""
+        if memory is None:
+            return None
+        return self.storage.store(torch.where(is_taken, 0.0, self.storage.load(memory)))
 
     def _begin_from_outer(self) -> None:
         """Forgets all that made this group differ from the outer parameters, which all groups share now."""

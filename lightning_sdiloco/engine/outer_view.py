@@ -12,7 +12,7 @@ outer state does. Two ways would need no copy, and neither can be had:
   With sharded or bfloat16 parameters, or with outer state on the host, there is nothing to refer to.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterStorage
-from lightning_sdiloco.engine.shards import reshard
+from lightning_sdiloco.engine.shards import digest, reshard
 from lightning_sdiloco.engine.untrained import Place, buffer_places
 
 
@@ -53,6 +53,8 @@ class OuterView:
         self._in_group = in_group
         self._storage = storage
         self._stash: LocalValues | None = None
+        # Digests of what was put into the model: of the parameters by name, and of untrained state.
+        self._shown: dict[str, int] = {}
         self.final: list[Tensor] | None = None
 
     @contextmanager
@@ -84,12 +86,48 @@ class OuterView:
             for fragment, gathered, untrained in zip(self._fragments, mean.gathered, mean.untrained, strict=True):
                 fragment.write(gathered, untrained)
         self.write_untrained(own)
+        self._shown = self._digests()
+
+    def rewritten(self) -> dict[str, int]:
+        """Returns the parameters that code has overwritten since they were shown, by name, each with its digest."""
+        now = self._digests()
+        names = [name for fragment in self._fragments for name in fragment.layout.names]
+        return {name: now[name] for name in names if self._stash is not None and now[name] != self._shown[name]}
 
     @torch.no_grad()
     def show_local(self) -> None:
-        if self._stash is not None:
-            self.load_local(self._stash)
+        """Puts the local values back. Untrained state that code has overwritten since stays as it is now."""
+        if self._stash is None:
+            return
+        now = self._digests()
+        untrained = self._stash.untrained
+        rewritten = {name for name in untrained if now.get(name) != self._shown.get(name)}
+        kept = {name: values for name, values in untrained.items() if name not in rewritten}
+        self.load_local(self._stash._replace(untrained=kept))
+        for fragment in self._fragments:
+            fragment.untrained.note_rewritten(rewritten)
+        self._stash = None
+
+    @torch.no_grad()
+    def keep(self, names: Collection[str] | None) -> None:
+        """Makes what the model shows of some parameters local values, too; None: all that it shows."""
+        if names is None:
             self._stash = None
+        if self._stash is None:
+            return
+        order = [name for fragment in self._fragments for name in fragment.layout.names]
+        for index, (name, parameter) in enumerate(zip(order, self._parameters(), strict=True)):
+            if name in names:
+                self._stash.parameters[index] = self._storage.store_copy(parameter)
+
+    def _digests(self) -> dict[str, int]:
+        digests = dict[str, int]()
+        for fragment in self._fragments:
+            for name, parameter in zip(fragment.layout.names, fragment.layout.held, strict=True):
+                digests[name] = digest(parameter)
+        if self._stash is not None:
+            digests |= {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
+        return digests
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -149,6 +149,14 @@ class Rounds:
         self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
         self._heard = self._launches.start(replace(self.schedule, warmup_steps=0))
 
+    def drop_flights(self) -> int:
+        """Waits for what is in flight and lands none of it. Returns how many flights there were."""
+        dropped = len(self.flights)
+        for flight in self.flights:
+            flight.pending.result()
+        self.flights.clear()
+        return dropped
+
     def reshard(self) -> None:
         """Makes FSDP2 drop what it has gathered, before parameters are read or written; see `shards.reshard`."""
         for module in self._sharded:

@@ -417,6 +417,11 @@ class FragmentLayout(ABC):
             part.copy_(held[index].reshape(-1)[own])
         return shard
 
+    def mask(self, names: Collection[str]) -> Tensor:
+        """Returns which values of the shard belong to some parameters."""
+        held = [torch.full_like(own, name in names) for name, own in zip(self.names, self.held, strict=True)]
+        return self.shard_of(held).bool()
+
     def split(self, gathered: Tensor) -> list[Tensor]:
         """Returns views of what `all_gather` returned, one per parameter, in the shape of what this rank holds."""
         parts = gathered[: sum(self._numels)].split_with_sizes(self._numels)

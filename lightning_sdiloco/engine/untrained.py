@@ -20,7 +20,7 @@ persistent belong to a rank alone, unless a pattern names them.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -403,11 +403,17 @@ class UntrainedState:
         # What has changed alike in all groups, each shows as it is, which is newer than the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
         self._travelling = _EVERYTHING
+        # What code has overwritten in a validation: a flight of before must not land on it.
+        self._rewritten = set[int]()
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of what travels."""
         return tuple(place.name for place in self._places)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of the model that travel."""
+        return [place.tensor for place in self._places]
 
     def kinds_by_name(self) -> dict[str, Kind]:
         """Returns the kinds of what travels, and of what groups keep."""
@@ -415,6 +421,14 @@ class UntrainedState:
 
     def _copied(self, index: int) -> Tensor:
         return self._places[index].values.to(self._dtypes[index], copy=True)
+
+    def note_rewritten(self, names: Collection[str]) -> None:
+        """Notes what code has overwritten, instead of training: what is in flight is older."""
+        self._rewritten |= {index for index, name in enumerate(self.names) if name in names}
+
+    def launched(self) -> None:
+        """Notes that a flight has taken along what the model holds now."""
+        self._rewritten.clear()
 
     def snapshot(self) -> list[Tensor]:
         """Copies what travels as it is now; where code has bound a tensor of another shape, the outer values."""
@@ -472,7 +486,7 @@ class UntrainedState:
     def land(self, arrived: Arrived, kept_share: float) -> None:
         """Takes outer values that have arrived into the local ones; means are mixed."""
         for index in arrived.outer:
-            if self._has_shape(index):
+            if self._has_shape(index) and index not in self._rewritten:
                 share = kept_share if self.kinds[index] is Kind.MEAN else 0.0
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 

@@ -21,7 +21,7 @@ with the number of updates that a fit without an end would have made since, whic
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.start import is_aligned
 from lightning_sdiloco.lightning.fit_state import FitState
 from lightning_sdiloco.lightning.groups import ConnectedGroups
-from lightning_sdiloco.lightning.host import class_names, wrap
+from lightning_sdiloco.lightning.host import class_names, user_hooks, wrap
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +115,71 @@ class ShownModel:
             return {key: value.clone() if isinstance(value, Tensor) else value for key, value in local().items()}
 
 
+# Hooks in which users overwrite weights. Where there are none, groups need not ask each other whether they did.
+VALIDATION_HOOKS = (
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_validation_model_train",
+)
+
+
+class Rewritten:
+    """Takes weights that hooks have overwritten: on all ranks alike, they are the new outer model."""
+
+    def __init__(self, groups: ConnectedGroups) -> None:
+        self._groups = groups
+        self._has_warned = False
+
+    def take(
+        self, engine: StreamingDiLoCo, digests: Mapping[str, int], hooks: Sequence[str], *, with_all: bool
+    ) -> None:
+        """Makes overwritten parameters the outer ones if all ranks hold the same; otherwise warns once.
+
+        Args:
+            engine: The engine.
+            digests: What was overwritten on this rank, by name.
+            hooks: Which hooks may have done so.
+            with_all: Whether all ranks call it, so that they can compare.
+        """
+        topology = self._groups.topology
+        ranks: list[Any] = [dict(digests)]
+        is_alike = with_all
+        if with_all:
+            self._groups.meet()
+            ranks = topology.world.all_gather_object(dict(digests))
+            # Ranks of a group may hold different parts of a parameter.
+            is_alike = all(held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks))
+        names = sorted({name for held in ranks for name in held})
+        if not names:
+            return
+        if is_alike:
+            engine.set_outer(names)
+            if topology.rank == 0:
+                _log.warning(
+                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in flight is dropped, and"
+                    " so is its outer momentum.",
+                    " or ".join(hooks),
+                    _some(names),
+                )
+        elif not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the next landings mix it"
+                " away. Compute the same values on all ranks, or call strategy.set_outer() there, on all ranks: it takes"
+                " the weights of rank 0. Shown once.",
+                " or ".join(hooks),
+                _some(names),
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Returns a few names, as text."""
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
 class Evaluation:
     """Shows the chosen model to the validations of a fit; see [Note: the model that validation sees]."""
 
@@ -122,8 +187,11 @@ class Evaluation:
         self._fit, self._groups, self._shows = fit, fit.groups, fit.options.evaluate
         self.shown = ShownModel(fit.groups, "trainer.save_checkpoint")
         self._saves_with_all = self._is_due = self._is_showing = False
+        self.rewritten = Rewritten(fit.groups)
+        self._hooks: list[str] = []
 
     def begin(self, undo: ExitStack) -> None:
+        self._hooks = user_hooks(self._fit.trainer, VALIDATION_HOOKS)
         trainer, epoch_loop = self._fit.trainer, self._fit.trainer.fit_loop.epoch_loop
         wrap(undo, trainer, "save_checkpoint", self._save)
         if self._shows == "local":
@@ -176,7 +244,10 @@ class Evaluation:
         self._is_showing = True
         try:
             with self.shown.showing(engine, [self._fit.trainer.strategy.model]):
-                return original()
+                result = original()
+                if self._hooks:
+                    self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)
+                return result
         finally:
             self._is_showing = False
 

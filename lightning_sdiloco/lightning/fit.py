@@ -26,7 +26,7 @@ from lightning_sdiloco.lightning.epochs import (
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
-from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, wrap
+from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, user_hooks, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
     Announcement,
@@ -45,6 +45,9 @@ _log = logging.getLogger(__name__)
 # Training may wait for the gradients of an automatically chosen warm-up for this share of the time, or for this many
 # seconds in an inner step.
 _MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
+
+# Hooks between two epochs in which users overwrite weights.
+EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
 
 _ADVICE = (
     "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or pass"
@@ -91,6 +94,9 @@ class Fit(FitState):
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
         self._interval: Interval | None = None
         self._row: dict[str, float] = {}  # What the next row of the loggers holds beside Lightning's own.
+        # What the model held before hooks of epochs, and which of these the user has.
+        self._epoch_digests: dict[str, int] | None = None
+        self._epoch_hooks: list[str] = []
         self._warmup_since: tuple[float, float] | None = None  # The clock, and how long training had waited.
 
     # Start
@@ -143,6 +149,7 @@ class Fit(FitState):
         self.checkpointer.resume(engine)
         engine.join()
         self._announce(engine)
+        self._note_before_hooks()
 
     @property
     def _known_steps(self) -> float:
@@ -169,9 +176,26 @@ class Fit(FitState):
         if self.engine is not None:
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
 
+    def _take_rewritten(self) -> None:
+        """Takes weights that hooks of epochs have overwritten since the last batch."""
+        before = self._epoch_digests
+        self._epoch_digests = None
+        if self.engine is not None and before is not None:
+            now = self.engine.local_digests()
+            rewritten = {name: now[name] for name in now if now[name] != before.get(name)}
+            self.evaluation.rewritten.take(self.engine, rewritten, self._epoch_hooks, with_all=True)
+
+    def _note_before_hooks(self) -> None:
+        """Notes what the model holds before hooks of epochs run, if the user has any."""
+        self._epoch_hooks = user_hooks(self.trainer, EPOCH_HOOKS)
+        if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
+            self._epoch_digests = self.engine.local_digests()
+
     def recut(self) -> bool:
         """Cuts the model again if an epoch begins with other trainable parameters."""
         begins, self._epoch_begins = self._epoch_begins, False
+        if begins:
+            self._take_rewritten()
         engine = self.engine
         if not begins or engine is None or not engine.has_other_parameters():
             return False
@@ -280,6 +304,7 @@ class Fit(FitState):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
+        self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
             self.groups.meet()
             drop_what_not_all_logged(trainer, self.groups.topology)

@@ -13,7 +13,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import cache, partial, reduce
 from types import ModuleType
@@ -228,6 +228,22 @@ def _is_of_lightning(kind: type) -> bool:
 def class_names(kind: type) -> set[str]:
     """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
     return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
+
+
+_OURS = __name__.partition(".")[0]
+
+
+def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
+    """Returns which of these hooks the user's module and callbacks have, as ``Class.hook``."""
+    found = dict[str, None]()
+    for owner in (trainer.lightning_module, *trainer.callbacks):
+        # A LambdaCallback holds its hooks itself.
+        members = set(vars(owner))
+        for kind in type(owner).__mro__:
+            if not _is_of_lightning(kind) and not kind.__module__.startswith(_OURS):
+                members |= vars(kind).keys()
+        found |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
+    return list(found)
 
 
 # What is refused: trainers that would leave worker groups with different models, or waiting for each other forever

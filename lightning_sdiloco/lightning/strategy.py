@@ -209,6 +209,14 @@ class GroupStrategy:
         """
         return self.results.source.outer_state_dict()
 
+    def set_outer(self) -> None:
+        """Makes the model that rank 0 holds now the outer model of all groups; see `StreamingDiLoCo.set_outer`.
+
+        Call it on all ranks after you have overwritten weights in training.
+        """
+        assert self.engine is not None, "weights are overwritten in training"
+        self.engine.set_outer()
+
     def report(self) -> dict[str, float]:
         """Returns what happened in training: steps, bytes and seconds, as `StreamingDiLoCo.report` does."""
         return self.results.source.report()
