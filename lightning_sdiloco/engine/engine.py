@@ -455,7 +455,7 @@ class StreamingDiLoCo:
         self.view.show_local()
 
     def rewritten(self) -> dict[str, int]:
-        """Returns the parameters that code has overwritten since `evaluate` showed them, by name, with a digest each."""
+        """Returns the parameters that code has overwritten since `evaluate` showed them: name and digest of each."""
         return self.view.rewritten()
 
     def local_digests(self) -> dict[str, int]:

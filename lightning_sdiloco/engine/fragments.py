@@ -311,7 +311,7 @@ class FragmentState:
         self._begin_from_outer()
 
     def take_as_outer(self, names: Collection[str]) -> None:
-        """Makes the local values of some parameters the outer ones: all groups hold the same. Their momentum is lost."""
+        """Makes the local values of some parameters, which all groups hold alike, the outer ones, without momentum."""
         self._prefetched = None
         before = self.outer.moved(self.storage.load)
         is_taken = self.layout.mask(names)

@@ -158,8 +158,8 @@ class Rewritten:
             engine.set_outer(names)
             if topology.rank == 0:
                 _log.warning(
-                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in flight is dropped, and"
-                    " so is its outer momentum.",
+                    "%s overwrote %s on all ranks alike: that is the outer model now. What was in flight is dropped,"
+                    " and so is its outer momentum.",
                     " or ".join(hooks),
                     _some(names),
                 )
@@ -167,8 +167,8 @@ class Rewritten:
             self._has_warned = True
             _log.warning(
                 "%s overwrote %s, and not on all ranks alike: it is not the outer model, and the next landings mix it"
-                " away. Compute the same values on all ranks, or call strategy.set_outer() there, on all ranks: it takes"
-                " the weights of rank 0. Shown once.",
+                " away. Compute the same values on all ranks, or call strategy.set_outer() there, on all ranks: it"
+                " takes the weights of rank 0. Shown once.",
                 " or ".join(hooks),
                 _some(names),
             )
