@@ -111,9 +111,8 @@ class OuterView:
     @torch.no_grad()
     def keep(self, names: Collection[str] | None) -> None:
         """Makes what the model shows of some parameters local values, too; None: all that it shows."""
-        if names is None:
+        if self._stash is None or names is None:
             self._stash = None
-        if self._stash is None:
             return
         order = [name for fragment in self._fragments for name in fragment.layout.names]
         for index, (name, parameter) in enumerate(zip(order, self._parameters(), strict=True)):
