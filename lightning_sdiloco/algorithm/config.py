@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from difflib import get_close_matches
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, Literal, NamedTuple, get_args
 
 from torch.optim import Optimizer
@@ -31,6 +31,9 @@ UNTRAINED_KINDS = ("mean", "first", "own")
 AUTO: Literal["auto"] = "auto"
 """Stands for what is chosen: here, or by the planner."""
 
+DEFAULT_OVERLAP_STEPS = 5
+"""The most that the paper advises."""
+
 OVERLAP_STEPS = (1, 2, 3, 4, 5, 10)
 """Those worth a try. The paper saw next to no loss from up to the last one, and little gain from more than five."""
 
@@ -42,6 +45,19 @@ SPARSE_GAINS = (1.0, 3.2)
 
 SENDERS_GAINS = (0.4, 2.0)
 """The same with a mean over the senders of a value: from the rates of SparseLoCo's code to twice the larger one."""
+
+
+def overlap_for(sync_every: int, overlap_steps: int | None) -> int:
+    """Returns how many inner steps a fragment flies: a default gives way to short rounds.
+
+    Examples:
+        >>> overlap_for(100, None), overlap_for(4, None), overlap_for(1, None), overlap_for(4, 2)
+        (5, 3, 0, 2)
+    """
+    if overlap_steps is not None:
+        return overlap_steps
+    # Settings refuse what is no whole number.
+    return min(DEFAULT_OVERLAP_STEPS, sync_every - 1) if isinstance(sync_every, Integral) else DEFAULT_OVERLAP_STEPS
 
 
 class OuterStep(NamedTuple):
@@ -195,7 +211,7 @@ class Settings:
     """The choices of a run, described in `StreamingDiLoCo`; refuses what is out of its range, by name."""
 
     sync_every: int = 100
-    overlap_steps: int = 5
+    overlap_steps: int = DEFAULT_OVERLAP_STEPS
     mixing: float | Literal["auto"] | LandingRule = AUTO
     fragments: int | str | Sequence[Sequence[str]] = "strided"
     compression: str | Compression = "fp4"
@@ -318,7 +334,11 @@ class Settings:
 
     @staticmethod
     def among(arguments: Mapping[str, Any]) -> "Settings":
-        return Settings(**{choice.name: arguments[choice.name] for choice in fields(Settings)})
+        """Makes the settings from what was chosen, by name, among other arguments."""
+        chosen = {item.name: arguments[item.name] for item in fields(Settings) if item.name in arguments}
+        sync_every = chosen.get("sync_every", Settings.sync_every)
+        chosen["overlap_steps"] = overlap_for(sync_every, chosen.get("overlap_steps"))
+        return Settings(**chosen)
 
     @property
     def codec(self) -> Compression:

@@ -99,6 +99,7 @@ class StreamingDiLoCo:
             process. Or `WorkerGroups`, if you wrapped the model with its process group.
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper); < ``sync_every``.
+            None: five, or as many as fit into shorter rounds.
         mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``; or a `LandingRule`,
             such as `Carry`.
         fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per fragment, as in
@@ -154,7 +155,7 @@ class StreamingDiLoCo:
         *,
         worker_groups: int | str | WorkerGroups = "auto",
         sync_every: int = 100,
-        overlap_steps: int = 5,
+        overlap_steps: int | None = None,
         mixing: float | Literal["auto"] | LandingRule = "auto",
         fragments: int | str | Sequence[Sequence[str]] = "strided",
         compression: str | Compression = "fp4",

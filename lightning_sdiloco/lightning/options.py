@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import AUTO, Settings, warmup_for
+from lightning_sdiloco.algorithm.config import AUTO, Settings, overlap_for, warmup_for
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.shards import trainable
@@ -79,6 +79,8 @@ class Options:
     """The settings that are left to the planner, until it has chosen them."""
     chooses_warmup: bool = False
     """Whether ``warmup_steps`` is left to `choose_for_length`."""
+    overlap_gives_way: bool = False
+    """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
     steps: float = math.inf
     """The inner steps of a fit, where they are known."""
     measured: Measured | None = None
@@ -93,13 +95,19 @@ class Options:
         auto = [name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO]
         stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
-        settings = Settings(**{**given, **stand_in})
+        settings = Settings.among({**given, **stand_in})
         if isinstance(settings.exchange, TwoShot) and settings.exchange.lacks_links:
             backend = settings.exchange.backend
             settings = replace(settings, exchange=f"{_PLACEHOLDERS['exchange']}:{backend}")
             stand_in["exchange"] = None
         own = {name: arguments[name] for name in ("worker_groups", "evaluate", "resume", "federation")}
-        return Options(settings, **own, auto=tuple(stand_in), chooses_warmup=chooses_warmup)
+        return Options(
+            settings,
+            **own,
+            auto=tuple(stand_in),
+            chooses_warmup=chooses_warmup,
+            overlap_gives_way=given["overlap_steps"] is None,
+        )
 
     def __post_init__(self) -> None:
         settings, first = self.settings, next(iter(self.auto), "")
@@ -236,6 +244,8 @@ class Options:
                     f"{name}='auto' was given, but the checkpoint has {name}={saved[name]}, which cannot be read from"
                     f" its text. Give the same {name} as then."
                 ) from None
+        if self.overlap_gives_way and "sync_every" in chosen:
+            chosen["overlap_steps"] = overlap_for(chosen["sync_every"], None)
         self.auto, self.settings = (), replace(self.settings, **chosen)
 
     def start(self) -> None:

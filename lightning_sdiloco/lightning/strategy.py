@@ -74,7 +74,7 @@ class GroupStrategy:
             ``overlap_steps``, ``"auto"`` lets the planner choose: it measures the first inner steps and the link
             between groups.
         overlap_steps: Inner steps from the launch of a fragment to its landing (tau in the paper), below
-            ``sync_every``; or ``"auto"``.
+            ``sync_every``. None: five, or as many as fit into shorter rounds. Or ``"auto"``.
         mixing: Share of the local parameters kept on landing (alpha in the paper), from 0 to 1; or a ``LandingRule``
             such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``, ``"auto"`` chooses by the number of
             groups, ``sync_every`` and the compression; a resumed fit takes the numbers from its checkpoint.
@@ -139,7 +139,7 @@ class GroupStrategy:
         worker_groups: int | Literal["auto"] = "auto",
         *,
         sync_every: int | Literal["auto"] = 100,
-        overlap_steps: int | Literal["auto"] = 5,
+        overlap_steps: int | Literal["auto"] | None = None,
         mixing: float | Literal["auto"] | LandingRule = "auto",
         fragments: int | str | list[list[str]] = "strided",
         compression: str | Compression = "fp4",

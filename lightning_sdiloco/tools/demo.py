@@ -206,7 +206,7 @@ def seconds_on_link(result: dict[str, Any], configuration: Path) -> dict[str, fl
     if strategy == "ddp":
         each = groups.step_time / DataParallel(model, groups).utilisation(LINK)
         return {step: int(step) * each for step in result["val_losses"]}
-    method = Streaming(model, Settings(**strategy["init_args"]), groups)
+    method = Streaming(model, Settings.among(strategy["init_args"]), groups)
     times = play(method, LINK, result["steps"], speeds=[1.0] * result["ranks"])[0]
     # The last validation comes after the final exchange.
     done = [*times.steps[:-1], times.end]

@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch import nn
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.config import Settings, overlap_for
 from lightning_sdiloco.compression import COMPRESSIONS
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.quorum import All, Quorum
@@ -44,7 +44,7 @@ def plan(
     round_trip: float = 0.0,
     loss: float = 0.0,
     sync_every: int = 100,
-    overlap_steps: int = 5,
+    overlap_steps: int | None = None,
     fragments: int | str = "strided",
     compression: str = "fp4",
     steps: int = 10_000,
@@ -73,7 +73,8 @@ def plan(
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of packets lost: 0.1 % is 0.001.
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as many as fit into
+            shorter rounds.
         fragments: How the model is cut: strided or sequential, optionally with the repeated blocks per fragment, as in
             strided:3 (by default as many as make some eight fragments, at most three); balanced; or a number of
             fragments.
@@ -102,6 +103,7 @@ def plan(
     assert step_time is not None
     assert bandwidth is not None
     require(steps >= 1, "steps", steps, "at least 1")
+    overlap_steps = overlap_for(sync_every, overlap_steps)
     settings = Settings(sync_every, overlap_steps, fragments=fragments, compression=compression)
     workers, link = Groups(step_time, groups, group_size, memory_rate * 1e9), Link(bandwidth, round_trip, loss)
     hub = None if hub_bandwidth is None else planner.through_hub(described, settings, workers, link, hub_bandwidth)

@@ -1,18 +1,19 @@
 """Runs ``sdiloco schedule``: prints after which inner steps fragments launch and land."""
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.config import Settings, overlap_for
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.planning.link import require
 
 
 def schedule(
-    sync_every: int = 100, overlap_steps: int = 5, fragments: int = 8, first: int = 1, last: int | None = None
+    sync_every: int = 100, overlap_steps: int | None = None, fragments: int = 8, first: int = 1, last: int | None = None
 ) -> str:
     """Print after which inner steps fragments launch and land.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment.
-        overlap_steps: Inner steps from the launch of a fragment to its landing.
+        overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as many as fit into
+            shorter rounds.
         fragments: Number of fragments.
         first: First inner step of the table.
         last: Last inner step of the table. By default the table shows two rounds.
@@ -28,6 +29,7 @@ def schedule(
           11  -         1
           12  0         -
     """
+    overlap_steps = overlap_for(sync_every, overlap_steps)
     Settings(sync_every=sync_every, overlap_steps=overlap_steps)
     require(fragments >= 1, "fragments", fragments, "at least 1")
     require(first >= 1, "first", first, "at least 1")

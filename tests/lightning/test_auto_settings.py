@@ -150,6 +150,19 @@ def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: in
     assert numbers(2, path, resume="restart") == [of_two_rounds]
 
 
+@in_ranks(2)
+def test_a_default_overlap_follows_the_interval_that_a_checkpoint_holds(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "short.ckpt"
+
+    def schedule(sync_every: Any, start: Path | None = None, **choices: Any) -> Any:
+        strategy = StreamingDiLoCoStrategy(2, sync_every=sync_every, **choices)
+        runner = trainer(strategy=strategy, devices=2, max_steps=8, callbacks=[at({6: save(path)})])
+        runner.fit(module(), SomeBatches(rank, 20), ckpt_path=start)
+        return strategy.schedule
+
+    assert schedule(4) == schedule("auto", path) == schedule(4, path, overlap_steps=3)
+
+
 @in_ranks(3)
 def test_links_are_measured_for_two_shots_whose_parts_suit_them(rank: int) -> None:
     def skewed(topology: Topology, timeout: float, to: int) -> Link:

@@ -66,7 +66,7 @@ OFFLOAD = "it must be True, False or 'auto'"
 OPTIMIZER = "a callable ... functools.partial(torch.optim.SGD, lr=0.7)"
 OUT_OF_RANGE: Table = [
     ({"sync_every": 7, "overlap_steps": 7}, f"^overlap_steps=7 ... {OVERLAP}7"),
-    ({"sync_every": 1}, f"^overlap_steps=5 ... {OVERLAP}1"),
+    ({"sync_every": 1, "overlap_steps": 5}, f"^overlap_steps=5 ... {OVERLAP}1"),
     ({"overlap_steps": -1}, f"^overlap_steps=-1 ... {OVERLAP}100"),
     *(({"mixing": mixing}, f"^mixing={mixing} ... it must be between 0 and 1") for mixing in (1.01, -0.01)),
     *(({"sync_every": steps}, f"^sync_every={steps} ... {WHOLE}") for steps in (0, -3)),
@@ -90,6 +90,8 @@ OF_ANOTHER_TYPE: Table = [
             *((2.5, "not a whole number"), (8.0, "of type float, not a whole number"))
             * name.endswith(("every", "steps")),
         )
+        # None is the default of this one.
+        if (name, given) != ("overlap_steps", None)
     ),
     ({"worker_groups": "4"}, f"^worker_groups='4' is of type str, not a number: {WHOLE[:27]}"),
     ({"worker_groups": 2.0}, f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}"),
@@ -198,6 +200,24 @@ def test_an_argument_that_was_is_refused_with_what_to_write_and_a_misspelt_one_w
             assert make not in ours or told.startswith(make.__name__), "the name that the user chose"
 
 
+def test_a_default_overlap_gives_way_to_a_shorter_round() -> None:
+    def chosen(make: Make, **choices: Any) -> Settings:
+        made = make(**choices)
+        made = made.strategy if isinstance(made, L.Fabric) else made
+        return made.settings if isinstance(made, StreamingDiLoCo) else made._options.settings
+
+    def simulated(**choices: Any) -> StreamingDiLoCo:
+        return SimulatedGroups([mlp(), mlp()], **choices).engines[1]
+
+    for make in (*EVERYWHERE, ModelParallelStrategy, fabric, simulated):
+        for sync_every, overlap_steps in ((1, 0), (2, 1), (4, 3), (5, 4), (6, 5), (100, 5)):
+            left_out = chosen(make, sync_every=sync_every)
+            assert left_out.overlap_steps == overlap_steps
+            # A checkpoint, another rank or site, and a log cannot tell the two apart.
+            assert left_out.described() == chosen(make, sync_every=sync_every, overlap_steps=overlap_steps).described()
+        assert chosen(make, sync_every=4, overlap_steps=None).overlap_steps == 3
+
+
 def test_scalars_of_numpy_are_the_numbers_that_they_are_and_the_ends_of_the_ranges_are_allowed() -> None:
     numpy = pytest.importorskip("numpy")
     numbers = {"mixing": 0.25, "outer_lr": 0.5, "outer_momentum": 0.75}
@@ -209,6 +229,7 @@ def test_scalars_of_numpy_are_the_numbers_that_they_are_and_the_ends_of_the_rang
         settings = made.settings if make is engine else made._options.settings
         assert settings.described() == Settings(**numbers, **whole).described()
         assert make is engine or type(made._options.worker_groups) is int
+        make(sync_every=numpy.int64(3))
         make(sync_every=1, overlap_steps=0, mixing=0, worker_groups=1, fragments="strided:1")
         make(sync_every=100, overlap_steps=99, mixing=1, outer_lr=0, outer_momentum=0, fragments=1)
         make(outer_optimizer=OuterOptimizer(clip_norm=1e-9, outlier_guard=1.001))

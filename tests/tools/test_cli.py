@@ -28,6 +28,9 @@ def test_schedule_prints_launches_and_landings() -> None:
     underscores = command.told("schedule", "--sync_every", "12", "--overlap_steps=3", "--fragments=4")
     assert dashes == underscores == Schedule(12, 3, 4).table() + "\n"
     assert command.told("schedule", "--first", "7", "--last=140") == Schedule(100, 5, 8).table(7, 140) + "\n"
+    # A default gives way to what is given.
+    assert command.told("schedule", "--sync-every=4", "--fragments=2") == Schedule(4, 3, 2).table() + "\n"
+    assert command.told("schedule", "--sync-every=1", "--fragments=1") == Schedule(1, 0, 1).table() + "\n"
     # Without a last step every fragment launches and lands twice.
     steps, *columns = zip(*(line.split() for line in ran("schedule", "--first=1000").out.splitlines()[1:]), strict=True)
     assert int(steps[0]) >= 1000
@@ -179,6 +182,7 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
     assert again["methods"]["streaming_overlap"]["utilisation"] == chosen["utilisation"]
     assert again["memory"] == chosen["memory"]
     assert set(chosen["memory"]) == {"device_bytes", "host_bytes", "evaluation_bytes"}
+    assert told(*asked, "--sync-every=4")["settings"]["overlap_steps"] == 3
     assert "No settings reach 95 % on this link; closest" in text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1")
 
 
@@ -253,7 +257,7 @@ REFUSED = [
     ([*ASKED, "--bandwidth=-1"], "it must be a positive number of Gbit/s"),
     ([*ASKED, "--round-trip=50"], "50 ms is 0.05"),
     ([*ASKED, "--loss=2"], "0.1 % is 0.001"),
-    ([*ASKED, "--sync-every=4"], "overlap_steps=5 is out of range"),
+    ([*ASKED, "--sync-every=4", "--overlap-steps=5"], "overlap_steps=5 is out of range"),
     ([*ASKED, "--compression=fp5"], "'fp32', 'bf16', 'fp8'"),
     ([*ASKED, "--picture=plan.pdf"], "does not end with .svg or .png"),
     ([*ASKED, "--picture=/missing/plan.svg"], "cannot be written"),

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import import_module
 from itertools import pairwise
@@ -502,7 +502,7 @@ def check(
     made: dict[str, Any] = {
         name: own for name, own in arguments.items() if isinstance(own, str | int | float | list | None) and own != AUTO
     }
-    Settings(**{item.name: made[item.name] for item in fields(Settings) if item.name in made})
+    Settings.among(made)
     return arguments
 
 
