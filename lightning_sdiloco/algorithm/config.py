@@ -28,6 +28,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 UNTRAINED_KINDS = ("mean", "first", "own")
 """What may become of state that no optimizer trains; see docs/untrained-state.md."""
 
+AN_OUTER_OPTIMIZER = "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+"""One that suits, for messages: with the rate that torch's SGD has by default, 1e-3, it would train almost nothing."""
+
 AUTO: Literal["auto"] = "auto"
 """Stands for what is chosen: here, or by the planner."""
 
@@ -162,13 +165,18 @@ class OuterOptimizer:
 
     def __post_init__(self) -> None:
         _make_plain(self)
+        if isinstance(self.make, type) and issubclass(self.make, OuterOptimizer):
+            raise ValueError(
+                "outer_optimizer is the class OuterOptimizer itself. Give an instance, such as"
+                f" OuterOptimizer(clip_norm=1.0), or a callable such as {AN_OUTER_OPTIMIZER}."
+            )
         if self.make is not None and not callable(self.make):
             is_made = isinstance(self.make, Optimizer)
             raise ValueError(
                 f"outer_optimizer of type {type(self.make).__name__} is"
                 f" {'already an optimizer' if is_made else 'not callable'}: it must be a callable from the flat float32"
                 " shards, which are known only when a fit starts, to a torch optimizer, or an OuterOptimizer. Choose"
-                " one such as functools.partial(torch.optim.SGD, lr=0.7)."
+                f" one such as {AN_OUTER_OPTIMIZER}."
             )
         norm, times, rests = self.clip_norm, self.outlier_guard, self.offload
         cosine = "functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=50) is one"
@@ -242,7 +250,7 @@ class Settings:
         lr, momentum, kept, timeout = self.outer_lr, self.outer_momentum, self.mixing, self.timeout
         whole = "it must be a whole number of at least"
         _require(self, "sync_every", is_whole(every) and every >= 1, f"{whole} 1", "100 is the paper's choice", int)
-        _require(self, "warmup_steps", is_whole(warmup) and warmup >= 0, f"{whole} 0", "0 is the default", int)
+        _require(self, "warmup_steps", is_whole(warmup) and warmup >= 0, f"{whole} 0", "0 is no warm-up", int)
         says = f"it must be at least 0 and below sync_every, which is {every}"
         most = f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}"
         _require(self, "overlap_steps", is_whole(overlap) and 0 <= overlap < every, says, most, int)

@@ -225,6 +225,9 @@ def _nothing(like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.uint8)
 
 
+# Shares that were rounded, such as three times 0.33, add up to 1 within this.
+_ROUNDED = 0.0101
+
 # Links that differ by no more than a measurement does are alike.
 _ALIKE = 0.1
 
@@ -238,8 +241,8 @@ class TwoShot:
     ``"by_bandwidth"`` chooses the shares that keep it busy for the least time.
 
     Args:
-        parts: The shares, a positive number or 0 for each group; ``"by_bandwidth"`` to suit the links; or ``"equal"``,
-            which is ``exchange="two_shot"``.
+        parts: The shares, for each group a number of at least 0, which add up to 1; ``"by_bandwidth"`` to suit the
+            links; or ``"equal"``, which is ``exchange="two_shot"``.
         links: Gbit/s of each group's link, in their order, for ``"by_bandwidth"``. If left out, a Trainer measures the
             links before the first launch.
         backend: What carries outer gradients between worker groups: ``"gloo"``, or ``"nccl"`` from CUDA device to CUDA
@@ -268,7 +271,13 @@ class TwoShot:
                     f"parts={self.parts!r} is unknown. It is 'by_bandwidth', 'equal', or a list of shares."
                 )
         else:
-            object.__setattr__(self, "parts", _numbers("parts", self.parts, may_be_zero=True))
+            parts = _numbers("parts", self.parts, may_be_zero=True)
+            if abs(fsum(parts) - 1) > _ROUNDED:
+                raise ValueError(
+                    f"parts={self.parts!r} add up to {fsum(parts):g}: the shares of all groups must add up to 1. Give"
+                    f" {[float(f'{part / fsum(parts):.3g}') for part in parts]} for parts in this proportion."
+                )
+            object.__setattr__(self, "parts", parts)
         if self.links is not None:
             if self.parts != "by_bandwidth":
                 raise ValueError(

@@ -81,6 +81,20 @@ def checked_worker_groups(worker_groups: Any) -> int | Literal["auto"]:
     return int(worker_groups)
 
 
+def require_backend(backend: str | None) -> None:
+    """Refuses a backend of process groups that torch does not know, such as a misspelt one."""
+    known = [name for name in dist.Backend.backend_list if name not in (dist.Backend.UNDEFINED, "fake")]
+    # "cpu:gloo,cuda:nccl" names one for each kind of device.
+    named = [] if backend is None else [part.rpartition(":")[2].lower() for part in str(backend).split(",")]
+    unknown = [name for name in named if name not in dist.Backend.backend_list]
+    if unknown:
+        raise ValueError(
+            f"process_group_backend={backend!r} names the backend {unknown[0]!r}, which torch does not know. It knows"
+            f" {', '.join(known)}, also as in 'cpu:gloo,cuda:nccl'. Choose one of them, leave it out for that of the"
+            " device, or import the package that brings another one first."
+        )
+
+
 # Process groups of gloo that share one thread
 
 

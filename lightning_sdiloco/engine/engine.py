@@ -50,6 +50,7 @@ from lightning_sdiloco.engine.start import (
     require_own_group,
     require_same_settings,
     say_what_averages_twice,
+    say_what_trains_little,
     take_over,
     topology_for,
 )
@@ -185,6 +186,7 @@ class StreamingDiLoCo:
         self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers)
         self.link = self.rounds.link
         self._cut(parts)
+        say_what_trains_little(self.rounds.outer_optimizer, self.topology)
         align_ranks(self.model, self.rounds.fragments, self.topology)
         kinds = {name: kind for own in self.rounds.fragments for name, kind in own.untrained.kinds_by_name().items()}
         same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from math import nan
+from math import inf, nan
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.config import AN_OUTER_OPTIMIZER, Settings
 from lightning_sdiloco.comm.communicator import page_locked, to_device, to_host
 from lightning_sdiloco.memory import new_vector
 
@@ -149,6 +149,8 @@ class ShardOptimizer:
 
     Attributes:
         described: Optimizer and schedule, each as text that is the same on all ranks if and only if its choices are.
+        summary: The optimizer for people, with rate and momentum before a schedule changes them.
+        highest_rate: The highest rate of all parameter groups and rounds; infinite if there is none.
     """
 
     def __init__(
@@ -175,6 +177,8 @@ class ShardOptimizer:
         self._rates = Rates(self._optimizer, make_schedule)
         # Noted once: from then on only the thread that steps may look at the optimizer.
         choices = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        self.summary = _summary(type(self._optimizer).__name__, choices)
+        self.highest_rate = self._rates.highest
         self.described = {
             "outer_optimizer": f"{type(self._optimizer).__name__}({choices})",
             "outer_optimizer.lr_schedule": self._rates.described,
@@ -311,14 +315,14 @@ def _check_elementwise(make: Make, count: int) -> None:
         raise ValueError(
             f"outer_optimizer could not step flat float32 shards: {error}. It is called with a list of one-dimensional"
             " tensors, one per fragment, and must return a torch.optim.Optimizer whose step() needs no closure. Choose"
-            " one, such as torch.optim.SGD."
+            f" one, such as {AN_OUTER_OPTIMIZER}."
         ) from error
     joined = [torch.cat(parts) for parts in zip(*halves, strict=True)]
     if not all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in zip(whole, joined, strict=True)):
         raise ValueError(
             "outer_optimizer does not work elementwise: stepping a vector whole and in two halves gave different"
             " values. It sees flat shards of fragments, whose shapes and norms mean nothing. Choose an optimizer that"
-            " treats each value separately, such as torch.optim.SGD or torch.optim.AdamW."
+            f" treats each value separately, such as {AN_OUTER_OPTIMIZER}."
         )
 
 
@@ -360,6 +364,22 @@ _COMPARED = 1000
 _SHOWN = 4
 
 
+# What an outer step depends on most, in the order in which it is shown.
+_SHOWN_CHOICES = ("lr", "momentum", "nesterov", "betas")
+
+
+def _summary(name: str, groups: Groups) -> str:
+    """Returns the name of an optimizer with the rates and momenta of its parameter groups, each value once."""
+    shown = []
+    for key in _SHOWN_CHOICES:
+        values = [_number(group.get(key)) for group in groups]
+        texts = [format(value, "g") if isinstance(value, float) else str(value) for value in values]
+        chosen = [text for text in dict.fromkeys(texts) if text not in ("None", "False")]
+        if chosen:
+            shown.append(f"{key}={' and '.join(chosen)}")
+    return f"{name}({', '.join(shown)})"
+
+
 class Rates:
     """Looks up the hyperparameters of the outer optimizer, round by round.
 
@@ -367,6 +387,7 @@ class Rates:
 
     Attributes:
         described: A text that is the same on all ranks if and only if the first rounds of the schedule are.
+        highest: The highest rate of these rounds; infinite if there is none.
 
     Examples:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -400,6 +421,8 @@ class Rates:
             seal = hashlib.sha256(repr(values).encode()).hexdigest()[:8]
             shown = ", ".join(str(groups[0][0]) for groups in values[:_SHOWN])
             self.described = f"{type(self._scheduler).__name__} ({shown}, ...; {len(values)} rounds: {seal})"
+        rates = [_number(group["lr"]) for groups in self._rounds for group in groups if "lr" in group]
+        self.highest = max(rates, default=inf)
 
     def of(self, number: int) -> Groups:
         """Returns the hyperparameters of every parameter group in a round, counted from 0."""

@@ -36,7 +36,7 @@ from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
-from lightning_sdiloco.engine.outer import OuterStorage
+from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
 from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules
 from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
 from lightning_sdiloco.memory import SparePages
@@ -378,9 +378,14 @@ class Rounds:
 
     # Checkpoints
 
+    @property
+    def outer_optimizer(self) -> ShardOptimizer:
+        """The optimizer that steps the shards of all fragments."""
+        return self.fragments[0].optimizer
+
     def described(self) -> dict[str, str]:
         """Describes the outer optimizer and its schedule; see `ShardOptimizer`."""
-        return self.fragments[0].optimizer.described
+        return self.outer_optimizer.described
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""

@@ -31,7 +31,8 @@ class SimulatedGroups:
         settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
-        ValueError: As `StreamingDiLoCo` does, or if there are no models, or optimizers of two groups share their state.
+        ValueError: As `StreamingDiLoCo` does, or if there are no models, or two groups share a model, a trainable
+            parameter, or the state of an optimizer.
 
     Examples:
         >>> import torch
@@ -54,6 +55,7 @@ class SimulatedGroups:
     ) -> None:
         if not models:
             raise ValueError("models is empty. Give one model for each simulated worker group.")
+        _require_own_parameters(models)
         state = models[0].state_dict()
         for model in models[1:]:
             model.load_state_dict(state)
@@ -120,6 +122,19 @@ class SimulatedGroups:
         if first.settings.shares or first.is_finished:
             return first.outer_state_dict()
         return first.view.named(self.group_mean())
+
+
+def _require_own_parameters(models: Sequence[nn.Module]) -> None:
+    """Refuses models that train the same parameters: what one group trains would be the other's, too."""
+    owners: dict[int, int] = {}
+    for group, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            owner = owners.setdefault(id(parameter), group)
+            if owner != group and parameter.requires_grad:
+                raise ValueError(
+                    f"The models of groups {owner} and {group} share the parameter {name!r}, so each would train the"
+                    " other's. Give each group a model of its own, such as copy.deepcopy(model)."
+                )
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:

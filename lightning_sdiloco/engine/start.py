@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_sdiloco.algorithm.config import DEFAULT_TIMEOUT, Settings
+from lightning_sdiloco.algorithm.config import AN_OUTER_OPTIMIZER, DEFAULT_TIMEOUT, Settings
 from lightning_sdiloco.algorithm.gossip import check_legs
 from lightning_sdiloco.algorithm.partition import Fragment, Partition, partition
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
@@ -26,7 +26,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
 from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.fragments import FragmentState
-from lightning_sdiloco.engine.outer import OuterState, nesterov_step
+from lightning_sdiloco.engine.outer import OuterState, ShardOptimizer, nesterov_step
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     ShardedLayout,
@@ -45,6 +45,9 @@ from lightning_sdiloco.engine.shards import (
 from lightning_sdiloco.engine.untrained import default_kinds, untrained_places
 
 _log = logging.getLogger(__name__)
+
+LEAST_USUAL_RATE = 0.05
+"""An outer optimizer with a lower rate gets a warning."""
 
 
 class WorkerGroups:
@@ -208,6 +211,20 @@ def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings,
             " more. Give outer_lr=1 and outer_momentum=0 to leave it to the inner optimizer.",
             averaging[0],
             momentum,
+        )
+
+
+def say_what_trains_little(optimizer: ShardOptimizer, topology: Topology) -> None:
+    """Warns once, on one rank, of an outer rate that suits gradients of batches and not what a round has trained."""
+    if optimizer.highest_rate < LEAST_USUAL_RATE and not topology.rank:
+        _log.warning(
+            "The outer optimizer is %s. A rate of %g suits gradients of batches, but an outer step is made once for all"
+            " that the groups have trained in a round, so with rates below %g the outer model hardly follows them."
+            " Give outer_optimizer=%s, or leave outer_optimizer and outer_lr out.",
+            optimizer.summary,
+            optimizer.highest_rate,
+            LEAST_USUAL_RATE,
+            AN_OUTER_OPTIMIZER,
         )
 
 

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_sdiloco.comm.communicator import Communicator
-from lightning_sdiloco.comm.topology import GroupLayout, Topology
+from lightning_sdiloco.comm.topology import GroupLayout, Topology, require_backend
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import own_state
 from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
@@ -111,6 +111,7 @@ class WholeModel:
                 f"start_method={start_method!r} is unknown: it must be 'popen', the default, which runs the script"
                 " again, 'spawn', 'fork' or 'forkserver'. Choose one of them."
             )
+        require_backend(process_group_backend)
         check_ddp_kwargs(ddp_kwargs, "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper")
         del arguments["ddp_kwargs"]
         return {**arguments, **(ddp_kwargs or {})}
@@ -237,6 +238,7 @@ class ShardedModel(WholeModel):
                     f"{name}={size!r} is out of range: it must be a whole number of at least 1, or 'auto'. Choose one"
                     " of them."
                 )
+        require_backend(process_group_backend)
         return arguments
 
     # The mesh of a group

@@ -11,6 +11,7 @@ of rank 0. A clock that can be right is left as it is; another one is set to the
 import json
 import logging
 import math
+import os
 import re
 import socket
 import time
@@ -190,7 +191,7 @@ class StreamingDiLoCoMonitorMixin:
             in the background.
 
     Raises:
-        ValueError: If the strategy is not Streaming DiLoCo.
+        ValueError: If an argument is of another type, or the strategy is not Streaming DiLoCo.
 
     Examples:
         >>> from lightning_sdiloco import StreamingDiLoCoMonitor, StreamingDiLoCoStrategy
@@ -201,6 +202,14 @@ class StreamingDiLoCoMonitorMixin:
     _report: Callable[[str], str]  # a command, which stands above this room
 
     def __init__(self, folder: str | None = None, timeline: str | None = None, diagnostics: bool = True) -> None:
+        for name, path, example in (("folder", folder, "runs/sdiloco"), ("timeline", timeline, "trace.json")):
+            if path is not None and not isinstance(path, str | os.PathLike):
+                raise ValueError(
+                    f"{name}={path!r} is of type {type(path).__name__}, not a path. Give one, such as"
+                    f" {name}={example!r}, or leave it out."
+                )
+        if not isinstance(diagnostics, bool):
+            raise ValueError(f"diagnostics={diagnostics!r} is neither True nor False. Give one of them.")
         self.diagnostics, self._folder, self._timeline = diagnostics, folder, timeline
         self._file: Any = None
         self._ahead = 0.0  # of time.perf_counter(), which runs more steadily than the clock
@@ -659,6 +668,8 @@ class Announcement:
             f"{name}={value if isinstance(value, str) else format(value, 'g')}"
             for name, value in settings.numbers_and_policies.items()
         )
+        if settings.outer.make is not None:
+            numbers += f", outer_optimizer={engine.rounds.outer_optimizer.summary}"
         counts = ((topology.num_groups, "worker group"), (topology.group_size, "rank"), (len(shards), "fragment"))
         groups, ranks, fragments = (f"{number} {what}{'s' * (number != 1)}" for number, what in counts)
         rank_zero_info(

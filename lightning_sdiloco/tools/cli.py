@@ -13,7 +13,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -53,12 +52,20 @@ _UNITS: Mapping[str, Mapping[str, float]] = {
 }
 """The options whose numbers may have a unit, and how large that is."""
 
+_NEED_A_UNIT = ("--bandwidth", "--hub-bandwidth")
+"""The options whose numbers must have a unit: people think of links in Mbit/s as well as in Gbit/s."""
+
 
 def main(args: list[str] | None = None) -> None:
     """Runs a subcommand and prints what it returns."""
-    given = without_units(sys.argv[1:] if args is None else args)
+    given = sys.argv[1:] if args is None else args
+    asked = next((arg for arg in given if not arg.startswith("-")), "")
+    try:
+        given = without_units(given)
+    except ValueError as error:
+        _Parser(prog=f"sdiloco {asked}").error(str(error))
     _search_current_folder(given)
-    parser = parser_of([next((arg for arg in given if not arg.startswith("-")), "")])
+    parser = parser_of([asked])
     chosen = parser.parse_args(given)
     # Objects in place of class paths; the method was renamed in jsonargparse 4.49.
     chosen = getattr(parser, "instantiate", parser.instantiate_classes)(chosen)
@@ -67,25 +74,42 @@ def main(args: list[str] | None = None) -> None:
     try:
         text = _called(_function(name, function), arguments if function == name else arguments[function])
     except ValueError as error:
-        parser.error(str(error))
+        words = ["sdiloco", name] if function == name else ["sdiloco", name, function]
+        _Parser(prog=" ".join(words)).error(str(error))
     # Ranks but the first have nothing to say.
     if text:
         print(text)
 
 
 def without_units(args: Sequence[str]) -> list[str]:
-    """Writes numbers with a unit, such as 1B or 100Mbit, as the command counts them."""
+    """Writes numbers with a unit, such as 1B or 100Mbit, as the command counts them.
+
+    Raises:
+        ValueError: If a unit is unknown, or missing where one is needed.
+    """
     plain = list(args)
     for at, arg in enumerate(args):
         option, equals, value = arg.partition("=")
         is_apart = not equals and at + 1 < len(args)
-        number = re.fullmatch(r"([\d.e+-]+) ?([A-Za-z/]+)", args[at + 1] if is_apart else value)
-        size = _UNITS.get(option.replace("_", "-"), {}).get(number[2]) if number else None
-        if number and size is not None:
-            with suppress(ValueError):  # no number after all
-                text = f"{float(number[1]) * size:.12g}"
-                plain[at + is_apart] = text if is_apart else f"{option}={text}"
+        if option.replace("_", "-") in _UNITS and (equals or is_apart):
+            text = _without_unit(option.replace("_", "-"), args[at + 1] if is_apart else value)
+            plain[at + is_apart] = text if is_apart else f"{option}={text}"
     return plain
+
+
+def _without_unit(option: str, text: str) -> str:
+    number = re.fullmatch(r"([+-]?[\d.]+(?:e[+-]?\d+)?) ?([A-Za-z/]*)", text)
+    if number is None:  # The parser says what it takes.
+        return text
+    value, unit = number.groups()
+    units = _UNITS[option]
+    if unit in units:
+        return f"{float(value) * units[unit]:.12g}"
+    if unit:
+        raise ValueError(f"{option} {text} has the unknown unit {unit!r}. Give one of {', '.join(units)}.")
+    if option in _NEED_A_UNIT:
+        raise ValueError(f"{option} {text} has no unit. Give one of {', '.join(units)}, as in {value}Mbit.")
+    return text
 
 
 def _search_current_folder(args: Sequence[str]) -> None:
@@ -160,6 +184,16 @@ def _called(command: Callable[..., str], chosen: Any) -> str:
     return command(**given)
 
 
+_EXPECTED: Mapping[str, str] = {
+    r"Expected a <class 'int'>": "not a whole number",
+    r"Expected a <class 'float'>": "not a number",
+    r"Expected a typing\.Literal\[(.*)\]": r"not one of \1",
+    r"Expected a dot import path string: .*": "not the path of a class, module.Class",
+    r"Unexpected import object .*": "neither a class nor a function",
+}
+"""How jsonargparse tells what is wrong with a value, and how it is said."""
+
+
 class _Parser(ArgumentParser):
     """Spells options with dashes as well, and takes flags and lists as is usual on a command line."""
 
@@ -188,6 +222,7 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Prints in few words what is wrong, and what was perhaps meant."""
+        message = self._in_one_line(message)
         known = [action.dest for action in self._actions]
         unknown = re.match(r"unrecognized arguments: --([\w-]+)(?:[= ](\S+))?", message)
         # A command that has settings has imported them, and with them torch.
@@ -207,6 +242,21 @@ class _Parser(ArgumentParser):
             message = f"{message}\nDid you mean {close[0]}?"
         sys.stderr.write(f"error: {message}\n{self.prog.replace('[options] ', '')} --help lists what there is.\n")
         sys.exit(2)
+
+    def _in_one_line(self, message: str) -> str:
+        """Says of a value that does not suit its option why, and what the option takes; other messages stay."""
+        refused = re.match(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
+        helps = {action.dest: action.help for action in self._actions}
+        if refused is None or refused[1] not in helps:
+            return message
+        # Of a union jsonargparse tells what is wrong for each type, on a line; None stands for an option left out.
+        of_types = re.findall(r"^ *- (?!Expected a <class 'NoneType'>)(.*)$", refused[2], re.MULTILINE)
+        given = re.search(r"(?:Given|Got) value: (.*)", refused[2])
+        reason = (of_types or [refused[2]])[-1].partition(" Got value: ")[0].rpartition("callable class: ")[2]
+        for pattern, words in _EXPECTED.items():
+            reason = re.sub(pattern, words, reason)
+        option = f"--{refused[1].replace('_', '-')}"
+        return f"{option} {given[1] if given else ''}: {reason.strip('. ')}. It takes: {helps[refused[1]]}"
 
 
 if __name__ == "__main__":

@@ -72,6 +72,9 @@ def demo(
         $ sdiloco demo --steps 200 --settings ddp --settings streaming_fp4
     """
     require(steps >= 1, "steps", steps, "at least 1")
+    for setting in settings:
+        if setting not in SETTINGS:
+            raise ValueError(f"settings={setting!r} is unknown. It is one of {', '.join(SETTINGS)}.")
     console = Console()
     if find_spec("matplotlib") is None:
         console.print("There will be no picture: matplotlib is not installed. Install it with pip install matplotlib.")

@@ -62,8 +62,8 @@ def plan(
         step_time: Seconds of an inner step, without any exchange between groups.
         groups: Number of worker groups.
         group_size: Ranks in a worker group.
-        bandwidth: Gbit/s between a group and all others, in each direction; 0.1 is 100Mbit.
-        hub_bandwidth: Gbit/s of a federation's hub, in each direction: the groups are then its sites.
+        bandwidth: Bandwidth between a group and all others, in each direction, such as 100Mbit or 1Gbit.
+        hub_bandwidth: That of a federation's hub, such as 1Gbit: the groups are then its sites.
         quorum: The federation's quorum, which decides whom a round waits for: a number of sites, or a class such as
             DynamicBackup, with --quorum.least=0.5 for its arguments.
         grace: Seconds for which rounds stay open after the first contribution; 10 by default; with --quorum.
@@ -186,7 +186,7 @@ def _described(
         raise ValueError(
             f"{', '.join(missing)} must be given. A plan needs a model (--model, or --params and --layers), the time of"
             " an inner step and the bandwidth between groups, such as: --params 1e9 --layers 24 --step-time 0.1"
-            " --bandwidth 1"
+            " --bandwidth 1Gbit"
         )
     if model is not None:
         if params is not None or layers is not None:

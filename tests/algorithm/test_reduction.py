@@ -208,15 +208,19 @@ def test_by_itself_more_than_two_groups_take_two_shots_what_is_none_is_refused_a
         (lambda: TwoShot("fast"), "is unknown"),
         (lambda: TwoShot([1, -1]), "not negative"),
         (lambda: TwoShot(links=[1, 0]), "positive numbers"),
-        (lambda: TwoShot([1, 1], links=[1, 1]), "does not use it"),
+        (lambda: TwoShot([0.5, 0.5], links=[1, 1]), "does not use it"),
+        (lambda: TwoShot([0.5, 0.6]), r"add up to 1.1: .* must add up to 1. Give \[0.455, 0.545\] for parts"),
+        (lambda: TwoShot([0.3, 0.3, 0.3]), r"add up to 0.9: .* Give \[0.333, 0.333, 0.333\]"),
+        (lambda: TwoShot([2, 1, 1]), r"add up to 4: .* Give \[0.5, 0.25, 0.25\]"),
         (lambda: Groups(3, exchange=TwoShot(), **CHOICES), "only a Trainer measures them"),
         (lambda: Groups(3, exchange=TwoShot(links=[1, 1]), **CHOICES), "2 numbers for 3 worker groups"),
         (lambda: Settings(exchange=uneven, compression=senders), "over='senders'"),
     ]
+    assert TwoShot([0.33, 0.33, 0.33]).shares(3) is None, "they are rounded"
     for make, says in refused:
         with pytest.raises(ValueError, match=says):
             make()
-    for exchange in (TwoShot().over([0.98, 1, 0.4999]), uneven, TwoShot((1, 1), backend="nccl")):
+    for exchange in (TwoShot().over([0.98, 1, 0.4999]), uneven, TwoShot((0.5, 0.5), backend="nccl")):
         assert TwoShot.read(repr(exchange), exchange.backend) == exchange
     assert TwoShot.read("'gather'", "nccl") == "gather:nccl"
     assert TwoShot().over([0.98, 1, 0.4999]).links == (1, 1, 0.5)

@@ -331,6 +331,17 @@ def test_the_state_of_other_fragments_or_outer_optimizers_is_refused_and_one_tha
     SimulatedGroups(models, inner)
 
 
+def test_simulated_groups_that_would_train_the_same_parameters_are_refused() -> None:
+    model, shared = mlp(), nn.Linear(5, 5)
+    told = refusal(SimulatedGroups, [model] * 2)
+    assert told.startswith("The models of groups 0 and 1 share the parameter '0.weight', so each would train")
+    assert "copy.deepcopy(model)" in told
+    models = [nn.Sequential(part, nn.Linear(5, 3)) for part in (nn.Linear(5, 5), shared, shared)]
+    assert "groups 1 and 2 share the parameter '0.weight'" in refusal(SimulatedGroups, models)
+    # What is frozen is read only, and may be large.
+    SimulatedGroups([nn.Sequential(shared.requires_grad_(False), nn.Linear(5, 3)) for _ in range(2)])
+
+
 # Routes: groups that average with partners hold outer parameters of their own
 
 OUTER: dict[str, Any] = {"outer_lr": 0.7, "outer_momentum": 0.5}

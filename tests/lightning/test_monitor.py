@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -21,9 +22,20 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LinearLR
 
 import lightning_sdiloco
-from lightning_sdiloco import Carry, Landing, Selective, SimulatedGroups, StreamingDiLoCo, StreamingDiLoCoMonitor
+from lightning_sdiloco import (
+    Carry,
+    Landing,
+    OuterOptimizer,
+    Selective,
+    SimulatedGroups,
+    StreamingDiLoCo,
+    StreamingDiLoCoFabricStrategy,
+    StreamingDiLoCoMonitor,
+    StreamingDiLoCoStrategy,
+)
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.lightning.monitor import Interval, progress, read_run, scalars_of, trace
 from tests import fits
@@ -136,6 +148,62 @@ def test_a_monitor_changes_no_bit_of_training_and_aligns_clocks(rank: int, tmp_p
     assert "diagnostics" in refusal(fit, rank, 2, 2, 6, SHORT, trainer_choices=not_in_all_ranks)
     of_ddp = fits.trainer(strategy="ddp", devices=2, callbacks=[StreamingDiLoCoMonitor()], max_steps=1)
     assert "the strategy is DDPStrategy" in refusal(of_ddp.fit, fits.module(), [0])
+
+
+OUTER_OPTIMIZERS = {
+    "SGD(lr=0.001, momentum=0)": torch.optim.SGD,
+    "SGD(lr=0.4, momentum=0.8, nesterov=True)": partial(torch.optim.SGD, lr=0.4, momentum=0.8, nesterov=True),
+    "AdamW(lr=0.0625, betas=(0.9, 0.999))": OuterOptimizer(partial(torch.optim.AdamW, lr=torch.tensor(0.0625))),
+}
+
+
+@in_ranks(2)
+def test_the_first_line_shows_rate_and_momentum_of_any_outer_optimizer(rank: int) -> None:
+    for summary, make in OUTER_OPTIMIZERS.items():
+        choices: dict[str, Any] = {"sync_every": 2, "fragments": 1, "outer_optimizer": make}
+        said = said_by(LIGHTNING, OTHER, "lightning.fabric", "lightning_sdiloco")
+        strategy = StreamingDiLoCoStrategy(**choices)
+        fits.trainer(strategy=strategy, devices=2, max_steps=3).fit(fits.module(), fits.SomeBatches(rank, 4))
+        fabric = L.Fabric(accelerator="cpu", devices=2, strategy=StreamingDiLoCoFabricStrategy(**choices))
+        fabric.launch()
+        model, optimizer = fabric.setup(net := mlp(), inner_optimizer("sgd", net))
+        fabric.backward(model(torch.ones(8, 5)).square().mean())
+        optimizer.step()
+        fabric.strategy.finish()
+        shown = [line for line in said if "the first launch follows" in line]
+        assert len([line for line in shown if f", outer_optimizer={summary};" in line]) == 2 * (rank == 0), said
+        warned = [line for line in said if f"The outer optimizer is {summary}" in line]
+        assert len(warned) == 2 * (rank == 0) * (make is torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("choices", "is_low"),
+    [
+        ({"outer_optimizer": torch.optim.SGD}, True),
+        ({"outer_optimizer": partial(torch.optim.AdamW, lr=0.01)}, True),
+        ({"outer_lr": 0.04}, True),
+        ({"outer_lr": 0.05}, False),
+        ({}, False),
+        # What a schedule reaches counts.
+        ({"outer_optimizer": OuterOptimizer(lr_schedule=partial(LinearLR, start_factor=0.01))}, False),
+        ({"outer_optimizer": OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda _: 0.01))}, True),
+    ],
+)
+def test_a_low_outer_rate_is_warned_of_once_in_a_loop_of_ones_own(
+    choices: dict[str, Any], is_low: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    SimulatedGroups([mlp() for _ in range(3)], **choices)
+    warned = [line for line in caplog.messages if "hardly follows" in line]
+    assert len(warned) == is_low
+    assert all("partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)" in line for line in warned)
+
+
+def test_a_monitor_is_refused_when_it_is_made_with_what_is_no_path() -> None:
+    for name in ("timeline", "folder"):
+        told = refusal(StreamingDiLoCoMonitor, **{name: True})
+        assert told.startswith(f"{name}=True is of type bool, not a path. Give one, such as {name}='")
+        StreamingDiLoCoMonitor(**{name: Path("somewhere")})
+    assert refusal(StreamingDiLoCoMonitor, diagnostics="no").startswith("diagnostics='no' is neither True nor False")
 
 
 @in_ranks(2)

@@ -63,7 +63,7 @@ OVERLAP = "it must be at least 0 and below sync_every, which is "
 WHOLE, MOMENTUM = "it must be a whole number of at least 1", "it must be at least 0 and below 1"
 NORM, GUARD = "it must be a number above 0, or None", "it must be a number above 1, 'auto' or None"
 OFFLOAD = "it must be True, False or 'auto'"
-OPTIMIZER = "a callable ... functools.partial(torch.optim.SGD, lr=0.7)"
+OPTIMIZER = "a callable ... functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
 OUT_OF_RANGE: Table = [
     ({"sync_every": 7, "overlap_steps": 7}, f"^overlap_steps=7 ... {OVERLAP}7"),
     ({"sync_every": 1, "overlap_steps": 5}, f"^overlap_steps=5 ... {OVERLAP}1"),
@@ -97,9 +97,14 @@ OF_ANOTHER_TYPE: Table = [
     ({"worker_groups": 2.0}, f"^worker_groups=2.0 is of type float, not a whole number: {WHOLE[:27]}"),
     ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
     ({"timeout": 30}, "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds."),
-    ({"warmup_steps": -1}, "^warmup_steps=-1 is out of range: it must be a whole number of at least 0"),
+    (
+        {"warmup_steps": -1},
+        "^warmup_steps=-1 is out of range: it must be a whole number of at least 0. ... 0 is no warm-up.",
+    ),
+    *(({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'") for name in ("glo", ":glo", "auto:glo")),
     ({"compression": FP4}, "compression=<class ... not the class itself"),
     ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, f"of type SGD is already an optimizer ... {OPTIMIZER}"),
+    ({"outer_optimizer": OuterOptimizer}, "outer_optimizer is the class OuterOptimizer itself. Give an instance, "),
     ({"outer_optimizer": "sgd"}, f"outer_optimizer of type str is not callable ... {OPTIMIZER}"),
     (
         {"outer_optimizer": partial(torch.optim.SGD, lr=0.1), "outer_lr": 0.5, "outer_momentum": 0.5},
@@ -108,6 +113,7 @@ OF_ANOTHER_TYPE: Table = [
     ),
     ({"fragments": "striped"}, "fragments='striped' ... [['net.0.*'], ['net.1.*']] ... Choose one"),
 ]
+KNOWN = "which torch does not know. It knows gloo, nccl,  ... Choose one of them, leave it out"
 OF_STRATEGIES: Table = [
     ({"ddp_kwargs": {"find_unused_parameter": 1}}, "find_unused_parameter' ... Did you mean 'find_unused_parameters'"),
     (
@@ -118,6 +124,10 @@ OF_STRATEGIES: Table = [
     (
         {"ddp_kwargs": {"process_group": object()}},
         "ddp_kwargs contains 'process_group' ... among the ranks of a worker group ... Take it out ... worker_groups",
+    ),
+    *(
+        ({"process_group_backend": name}, f"^process_group_backend='{name}' names the backend 'glo', {KNOWN}")
+        for name in ("glo", "cpu:glo,cuda:nccl")
     ),
     ({"start_method": "Fork"}, "='Fork' is unknown ... 'popen' ... 'spawn', 'fork' or 'forkserver' ... Choose one"),
 ]
@@ -267,8 +277,9 @@ def sgd(tensors: Iterable[Tensor]) -> Optimizer:
     return torch.optim.SGD(tensors, lr=0.1)
 
 
-HALVES = "outer_optimizer does not work elementwise ... whole and in two halves ... torch.optim.SGD"
-FLAT = "outer_optimizer could not step flat float32 shards ... one per fragment ... Choose one"
+SUCH = f"such as {OPTIMIZER.removeprefix('a callable ... ')}."
+HALVES = f"outer_optimizer does not work elementwise ... whole and in two halves ... {SUCH}"
+FLAT = f"outer_optimizer could not step flat float32 shards ... one per fragment ... Choose one, {SUCH}"
 HELD = " ... must hold exactly the shards ... Pass them on"
 UNFIT: list[tuple[Make, str]] = [
     *((partial(Changed, change), HALVES) for change in (clip(1.0), clip(30.0), mix)),

@@ -41,7 +41,7 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
     cases = [
         (["--first=0"], "first=0 is out of range: it must be at least 1"),
         (["--first=9", "--last=8"], "last=8 is out of range: it must be at least 9"),
-        (["--overlap-steps=none"], "overlap_steps"),
+        (["--overlap-steps=none"], "--overlap-steps none: not a whole number. It takes: Inner steps from the launch"),
         (["--no-such-option=1"], "--no-such-option"),
         (["--layers-per-fragment=3"], "is part of fragments: give fragments='strided:3'"),
         (["--tau", "3"], "tau='3' is called overlap_steps here"),
@@ -56,18 +56,44 @@ def test_bad_values_are_refused_those_of_the_settings_with_their_words() -> None
 
 
 def test_numbers_may_have_units_and_what_was_perhaps_meant_is_said_in_three_lines() -> None:
-    plain = ("--params=1e9", "--layers=24", "--step-time", "0.1", "--bandwidth=0.1", "--round-trip", "0.05")
+    plain = ("--params=1e9", "--layers=24", "--step-time", "0.1", "--bandwidth=0.1Gbit", "--round-trip", "0.05")
     people = ("--params", "1B", "--layers=24", "--step_time=100ms", "--bandwidth=100Mbit/s", "--round-trip", "50 ms")
     assert command.told("plan", *plain) == command.told("plan", *people)
     cases = {
         ("plna",): "Did you mean plan? sdiloco --help",
         ("hub", "evit"): "Did you mean evict? sdiloco hub --help",
         ("plan", "--parms=1"): "Did you mean --params? sdiloco plan --help",
-        ("plan", "--params=1Q", "--layers=2"): "1Q",
+        ("plan", "--params=1Q", "--layers=2"): "1Q has the unknown unit 'Q'. Give one of k, M, B, T.",
     }
     for args, words in cases.items():
         assert words in refused(*args)
         assert "usage" not in refused(*args)
+
+
+def test_a_value_that_does_not_suit_is_refused_in_one_line_with_what_is_accepted() -> None:
+    rates = "Give one of kbit, Mbit, Gbit, Tbit, kbit/s, Mbit/s, Gbit/s, Tbit/s"
+    cases = {
+        ("plan", "--bandwidth=100Mbps"): f"--bandwidth 100Mbps has the unknown unit 'Mbps'. {rates}.",
+        ("plan", "--bandwidth", "12MB/s"): f"--bandwidth 12MB/s has the unknown unit 'MB/s'. {rates}.",
+        ("plan", "--bandwidth", "100"): f"--bandwidth 100 has no unit. {rates}, as in 100Mbit.",
+        ("simulate", "--bandwidth=0.1"): f"--bandwidth 0.1 has no unit. {rates}, as in 0.1Mbit.",
+        ("plan", "--hub_bandwidth=1"): f"--hub-bandwidth 1 has no unit. {rates}, as in 1Mbit.",
+        ("plan", "--params", "1b"): "--params 1b has the unknown unit 'b'. Give one of k, M, B, T.",
+        ("plan", "--params", "many"): "--params many: not a number. It takes: Number of parameters, such as 1e9 or 1B",
+        ("plan", "--step-time=5min"): "--step-time 5min has the unknown unit 'min'. Give one of us, ms, s.",
+        ("plan", "--groups=two"): "--groups two: not a whole number. It takes: Number of worker groups.",
+        ("plan", "--format=xml"): "--format xml: not one of 'text', 'json'. It takes: Output format.",
+        ("plan", "--model=no_such.Net"): "--model no_such.Net: No module named 'no_such'. It takes: LightningModule",
+        ("plan", "--model=torch.nn.Lin"): "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: ",
+        ("plan", "--model=torch.nn"): "--model torch.nn: neither a class nor a function. It takes: LightningModule",
+        ("plan", "--model=Net"): "--model Net: not the path of a class, module.Class. It takes: LightningModule",
+        ("demo", "--settings", "ddpp"): "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4.",
+    }
+    for args, words in cases.items():
+        done = ran(*args)
+        first, *others = done.err.splitlines()
+        assert first.startswith(f"error: {words}"), (first, words)
+        assert (done.code, others) == (2, [f"sdiloco {args[0]} --help lists what there is."])
 
 
 def test_every_option_has_help() -> None:
@@ -125,7 +151,7 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path:
 
     assert "it was run" not in installed("status", "--hub", "a.example:1", "--run", "llm", "--insecure").stdout
     width = ("--model.in_features=10", "--model.out_features=10")
-    planned = installed("plan", "--model", "own.Net", *width, "--step-time=0.1", "--bandwidth=1")
+    planned = installed("plan", "--model", "own.Net", *width, "--step-time=0.1", "--bandwidth=1Gbit")
     assert planned.stdout.startswith("True\n100 parameters")
 
     # Files and values that hold no class path are refused where they are used.
@@ -141,7 +167,7 @@ def test_the_current_folder_is_searched_last_and_for_class_paths_alone(tmp_path:
 
 SIZE = ["--params=1e9", "--layers=24"]
 STEP = [*SIZE, "--step-time=0.1"]
-ASKED = [*STEP, "--bandwidth=1"]
+ASKED = [*STEP, "--bandwidth=1Gbit"]
 
 
 text_of = partial(command.told, "plan")
@@ -152,7 +178,14 @@ def told(*args: str) -> dict[str, Any]:
 
 
 def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it_would_plan() -> None:
-    link = ["--bandwidth=2", "--round-trip=0.03", "--loss=0.001", "--groups=3", "--group-size=4", "--memory-rate=50"]
+    link = [
+        "--bandwidth=2Gbit",
+        "--round-trip=0.03",
+        "--loss=0.001",
+        "--groups=3",
+        "--group-size=4",
+        "--memory-rate=50",
+    ]
     settings = ["--sync-every=50", "--overlap-steps=2", "--fragments=strided:6", "--compression=bf16", "--steps=77"]
     answer = told(*SIZE, "--step-time=0.2", *link, *settings)
     assert answer["link"] == {"gbit_s": 2.0, "round_trip": 0.03, "loss": 0.001}
@@ -183,7 +216,7 @@ def test_a_plan_says_the_same_as_text_and_json_and_what_it_recommends_is_what_it
     assert again["memory"] == chosen["memory"]
     assert set(chosen["memory"]) == {"device_bytes", "host_bytes", "evaluation_bytes"}
     assert told(*asked, "--sync-every=4")["settings"]["overlap_steps"] == 3
-    assert "No settings reach 95 % on this link; closest" in text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1")
+    assert "No settings reach 95 % on this link; closest" in text_of(*SIZE, "--step-time=0.01", "--bandwidth=0.1Gbit")
 
 
 def test_the_page_of_the_planner_shows_what_the_commands_print() -> None:
@@ -239,22 +272,22 @@ def test_a_module_in_the_current_folder_is_planned_without_memory_unless_it_look
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_module", raising=False)
-    small = ["--step-time=0.1", "--bandwidth=1", "--fragments=strided:2"]
+    small = ["--step-time=0.1", "--bandwidth=1Gbit", "--fragments=strided:2"]
     # 60 billion values.
     answer = told("--model=own_module.Net", "--model.width=100000", *small)
     assert (answer["parameters"], answer["settings"]["number_of_fragments"]) == (6 * (100_000**2 + 100_000), 3)
     assert told("--model=own_module.Early", "--model.width=10", *small)["parameters"] == 3 + 6 * 110
 
 
-HUB = [*ASKED, "--hub-bandwidth=1"]
+HUB = [*ASKED, "--hub-bandwidth=1Gbit"]
 LINEAR = ["--model=torch.nn.Linear", "--model.in_features=-1", "--model.out_features=3"]
 REFUSED = [
     ([], "--params, --layers, --step-time, --bandwidth must be given"),
-    (["--params=1e9", "--step-time=0.1", "--bandwidth=1"], "--layers must be given"),
+    (["--params=1e9", "--step-time=0.1", "--bandwidth=1Gbit"], "--layers must be given"),
     ([*ASKED, "--params=10.5"], "params=10.5 is not a whole number"),
     ([*ASKED, "--layers=0"], "layers=0 is out of range"),
     ([*ASKED, "--groups=1"], "at least 2, or nothing travels"),
-    ([*ASKED, "--bandwidth=-1"], "it must be a positive number of Gbit/s"),
+    ([*ASKED, "--bandwidth=-1Gbit"], "it must be a positive number of Gbit/s"),
     ([*ASKED, "--round-trip=50"], "50 ms is 0.05"),
     ([*ASKED, "--loss=2"], "0.1 % is 0.001"),
     ([*ASKED, "--sync-every=4", "--overlap-steps=5"], "overlap_steps=5 is out of range"),
@@ -262,12 +295,12 @@ REFUSED = [
     ([*ASKED, "--picture=plan.pdf"], "does not end with .svg or .png"),
     ([*ASKED, "--picture=/missing/plan.svg"], "cannot be written"),
     ([*ASKED, *LINEAR], "given together with"),
-    (["--model=no_such.Thing", "--step-time=1", "--bandwidth=1"], "no_such"),
-    (["--model=torch.nn.Flatten", "--step-time=1", "--bandwidth=1"], "no trainable parameters"),
-    ([*LINEAR, "--step-time=1", "--bandwidth=1"], "The model could not be made: RuntimeError"),
+    (["--model=no_such.Thing", "--step-time=1", "--bandwidth=1Gbit"], "no_such"),
+    (["--model=torch.nn.Flatten", "--step-time=1", "--bandwidth=1Gbit"], "no trainable parameters"),
+    ([*LINEAR, "--step-time=1", "--bandwidth=1Gbit"], "The model could not be made: RuntimeError"),
     ([*ASKED, "--quorum=3"], "--quorum 3 is about the sites of a federation"),
     ([*ASKED, "--grace=3"], "--grace needs a quorum by which rounds close"),
-    ([*ASKED, "--hub-bandwidth=0"], "hub_bandwidth=0.0 is out of range"),
+    ([*ASKED, "--hub-bandwidth=0Gbit"], "hub_bandwidth=0.0 is out of range"),
     ([*HUB, "--quorum=9"], "there are 2: no round would ever close"),
     ([*HUB, "--quorum=1", "--delays=0,1,2"], "must be 2 numbers of seconds"),
     ([*HUB, "--quorum=1", "--grace=-1"], "grace=-1.0 is out of range"),
@@ -281,7 +314,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_whom_a_round_waits_for() -> None:
     asked = [*ASKED, "--groups=4", "--compression=bf16"]
-    answer = told(*asked, "--hub-bandwidth=0.5", "--quorum=4")
+    answer = told(*asked, "--hub-bandwidth=0.5Gbit", "--quorum=4")
     hub, waits = answer["hub"], answer["waits"]
     assert (hub["bytes_in"], hub["bytes_out"]) == (4 * 2 * 10**9, 4 * 3 * 2 * 10**9)
     # 24 GB at 0.5 Gbit/s are 384 s: in 100 steps of 0.1 s that is 38.4 times what there is, and 500 do not suffice.
@@ -290,11 +323,11 @@ def test_a_hub_carries_a_payload_of_each_site_to_each_other_and_a_quorum_says_wh
     assert waits["usual"] == waits["all"] == waits["longest"]
     assert waits["usual"]["seconds"] == pytest.approx(hub["flight_seconds"])
     # 1.03 GB at 10 Gbit/s are 0.825 s, which is less than 0.8 of 30 steps.
-    text = text_of(*ASKED, "--hub-bandwidth=10")
+    text = text_of(*ASKED, "--hub-bandwidth=10Gbit")
     assert "1.03 GB in and 1.03 GB out" in text
     assert "Enough: sync_every=30, overlap_steps=" in text
 
-    late = [*asked, "--hub-bandwidth=1", "--delays=0,0,0,60", "--grace=5"]
+    late = [*asked, "--hub-bandwidth=1Gbit", "--delays=0,0,0,60", "--grace=5"]
     grace = told(*late, "--quorum=3")["waits"]
     first, *_, last = grace["arrives"].values()
     assert (last - first, grace["usual"]["closes"] - first) == (pytest.approx(60), pytest.approx(5))

@@ -36,7 +36,7 @@ OURS = {
     "pytorch_lightning": (OTHER, f"{MODULES}.OtherNet", f"{MODULES}.OtherData"),
 }
 CHOICES = {"sync_every": 6, "overlap_steps": 2, "fragments": "strided:1"}
-LINK = ["--bandwidth=0.001", "--round-trip=0.05", "--step-time=0.1"]
+LINK = ["--bandwidth=0.001Gbit", "--round-trip=0.05", "--step-time=0.1"]
 
 
 def write(folder: Path, kind: str = "lightning.pytorch", **trainer: Any) -> str:
@@ -308,8 +308,8 @@ REFUSED = [
     (["FILE", "--sweep=compression=fp4,fp5"], "compression='fp5'"),
     (["FILE", "--sweep=overlap_steps=2,auto"], "overlap_steps='auto' cannot be simulated"),
     (["FILE", "--round-trip=0.1"], "--round-trip is for predicting the time of a run on a link. Give its --bandwidth"),
-    (["FILE", "--bandwidth=1", "--speeds=1,x"], "speeds has 'x' where a number should be"),
-    (["FILE", "--bandwidth=1", "--speeds=1"], "1 speeds for 2 worker groups"),
+    (["FILE", "--bandwidth=1Gbit", "--speeds=1,x"], "speeds has 'x' where a number should be"),
+    (["FILE", "--bandwidth=1Gbit", "--speeds=1"], "1 speeds for 2 worker groups"),
     (["FILE", "--cli=no_such.CLI"], "cli='no_such.CLI' cannot be imported"),
     (["FILE", "--set=trainer.no_such=1"], "no_such"),
     (["FILE", "--set=trainer.strategy=ddp"], "trainer.strategy='ddp' cannot be simulated"),
@@ -320,6 +320,8 @@ REFUSED = [
     (["FILE", "--sites=2"], "--sites needs --step-time"),
     (["FILE", "--sites=1", "--step-time=1", "--absence=0:0-5"], "no site founds the run"),
     (["FILE", "--delays=1,2"], "Give --sites too"),
+    (["--config=LIST"], "config='LIST' is not a YAML file of arguments"),
+    (["--config=BROKEN"], "config='BROKEN' is not a YAML file of arguments"),
     (["FILE", "--methods=LIST"], "not a YAML file that maps names"),
     (["FILE", "--methods=RATE"], "'rate', which is unknown"),
 ]
@@ -329,7 +331,7 @@ REFUSED = [
 def test_what_cannot_be_simulated_is_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = f"--config={write(tmp_path)}"
     monkeypatch.chdir(tmp_path)
-    for name, text in (("LIST", "- a"), ("RATE", "a: {rate: 3}")):
+    for name, text in (("LIST", "- a"), ("BROKEN", "a ?= b: c:"), ("RATE", "a: {rate: 3}")):
         Path(name).write_text(text)
     cases = [([file if arg == "FILE" else arg for arg in args], words) for args, words in REFUSED]
     assert not_refused_with("simulate", cases) == {}
@@ -378,7 +380,7 @@ def test_the_command_tells_each_site_the_same_every_time_with_the_terms_of_the_c
     federation = {"class_path": "lightning_sdiloco.Federation", "init_args": {**site, "quorum": core}}
     strategy = {"class_path": OURS["lightning.pytorch"][0], "init_args": {**CHOICES, "federation": federation}}
     file, found = write(tmp_path, max_steps=STEPS, limit_val_batches=0, strategy=strategy), []
-    args = [f"--config={file}", "--sites=3", "--step-time=1", "--bandwidth=0.001", "--delays=0,0,2"]
+    args = [f"--config={file}", "--sites=3", "--step-time=1", "--bandwidth=0.001Gbit", "--delays=0,0,2"]
     for name in ("one", "other"):
         found.append((command.told("simulate", *args, f"--json={tmp_path / name}"), (tmp_path / name).read_text()))
     assert found[0] == found[1]

@@ -66,7 +66,8 @@ def simulate(
         methods: YAML file of runs to compare, instead of a sweep: it maps names to arguments of the strategy.
         seeds: Run each combination of the sweep or methods with each of these seeds, as 0,1,2, and compare it with the
             first.
-        bandwidth: Gbit/s between a group and all others, or a site and its hub, to predict the time.
+        bandwidth: Bandwidth between a group and all others, or a site and its hub, such as 100Mbit, to predict the
+            time.
         round_trip: Seconds to another group and back: 50 ms is 0.05.
         loss: Share of packets lost: 0.1 % is 0.001.
         step_time: Seconds of an inner step there; by default as long as here. Required with --sites.

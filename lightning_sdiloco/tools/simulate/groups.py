@@ -326,6 +326,15 @@ class Configuration:
         missing = [file for file in self.files if not Path(file).is_file()]
         if missing:
             raise ValueError(f"config={missing[0]!r} is not a file. Give the configuration file of a LightningCLI.")
+        for file in self.files:
+            try:
+                read = yaml.safe_load(Path(file).read_text())
+            except (yaml.YAMLError, UnicodeDecodeError):
+                read = ()
+            if not isinstance(read, Mapping | None):
+                raise ValueError(
+                    f"config={file!r} is not a YAML file of arguments. Give the configuration file of a LightningCLI."
+                )
 
     @property
     def classes(self) -> SimulatedClasses:
