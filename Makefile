@@ -7,6 +7,7 @@
 #   make chaos   let everything that can fail in a federation fail, for ten minutes; make soak: a thousand times, for hours
 #   make foreign run projects that were written for DDP, in .venv-foreign
 #   make oldest  run tests of the strategies with the oldest Lightning that is allowed, in .venv-oldest
+#   make newest  run tests of the engine and the strategies with the newest torch, in .venv-newest: some gigabytes
 #   make gpu     what a CUDA device shows in ten minutes, with the torch and Lightning of PYTHON; it installs nothing
 #   make dist    wheels and sources in dist/, checked, and the demo run from each wheel without this checkout
 #   make lint types docs venv clean
@@ -33,7 +34,11 @@ OLDEST := fsspec==2025.12.0 lightning==2.5.0 packaging==24.2 pytorch-lightning==
 OLDEST_TESTS := tests/test_surface.py \
   $(patsubst %,tests/lightning/test_%.py,register strategy silence checkpoint works_with)
 
-.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest gpu dist lint types docs clean
+# What rests on torch: arithmetic, process groups and devices, and fits with a Trainer, Fabric and sharded models.
+NEWEST_TESTS := tests/algorithm tests/compression tests/comm tests/engine \
+  $(patsubst %,tests/lightning/test_%.py,register strategy fabric sharded checkpoint works_with loops)
+
+.PHONY: venv demo demo-federation test large slow chaos soak foreign oldest newest gpu dist lint types docs clean
 
 venv: $(VENV)/.installed
 
@@ -72,6 +77,15 @@ build/constraints-oldest.txt: constraints.txt Makefile
 	@mkdir -p build
 	printf '%s\n' $(OLDEST) | awk -F= '!seen[$$1]++' - constraints.txt > $@
 
+# A torch for CUDA that asks a driver for devices can no longer fork processes that use CUDA, and tests fork their ranks.
+newest: build/constraints-newest.txt
+	CUDA_VISIBLE_DEVICES= PYTORCH_NVML_BASED_CUDA_CHECK=1 $(MAKE) test VENV=.venv-newest CONSTRAINTS=$< PYTEST_ARGS='$(PYTEST_ARGS) $(NEWEST_TESTS)'
+
+# Without a pin pip takes the newest. One that was installed before stays until make clean.
+build/constraints-newest.txt: constraints.txt Makefile
+	@mkdir -p build
+	grep --invert-match --extended-regexp '^(torch|torchvision)==' constraints.txt > $@
+
 # Not in .venv: on a machine with a GPU, torch and Lightning are there already, and perhaps no network.
 gpu:
 	PYTHONPATH=. $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
@@ -97,7 +111,7 @@ docs: $(VENV)/.installed-docs
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-foreign build dist site runs data .pytest_cache .mypy_cache .ruff_cache lightning_sdiloco/compression/libfp4.so .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-foreign build dist site runs data .pytest_cache .mypy_cache .ruff_cache lightning_sdiloco/compression/libfp4.so .hypothesis *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: PYTHON=... make")'

@@ -17,6 +17,16 @@ def test_every_python_that_is_named_is_tested() -> None:
     assert f'requires-python = ">={named[0]}"' in PROJECT
 
 
+def test_the_newest_torch_is_tested_beside_the_pinned_one() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    commands = [step.get("run") for step in workflow["jobs"]["newest"]["steps"]]
+    assert "make newest" in commands
+    pinned = re.findall(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "works-with.md").read_text()
+    assert f"torch {pinned[0]}" in page, "the page says what is tried"
+    assert f"torch {re.findall(r'torch>=([0-9.]+)', PROJECT)[0]}" in page
+
+
 def test_every_package_that_developers_install_has_its_version_in_the_constraints() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text().lower(), flags=re.MULTILINE)
     (groups,) = re.findall(r"\[dependency-groups\]\n(.*?)\n\[tool", PROJECT, flags=re.DOTALL)
