@@ -167,6 +167,12 @@ class Rounds:
         self.reshard()
         require_coverage(self.model, self._parameters)
 
+    def has_parameters_of(self, optimizer: Optimizer) -> bool:
+        """Returns whether an optimizer steps a parameter that is in a fragment."""
+        return any(
+            id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]
+        )
+
     def take_requests(self) -> int:
         """Returns what was requested since the last launch took it along."""
         taken = self.requests

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
@@ -87,6 +89,8 @@ class Fit(FitState):
         self.watch = BatchWatch(groups, _ADVICE)
         self._results = results
         self.patches = ExitStack()
+        self._thread = 0  # That of the training loop.
+        self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
         self._announcement: Announcement | None = None
         self.is_closed = self._epoch_begins = self.has_gathered = False
         # The inner step that the batches since the last one belong to.
@@ -115,6 +119,8 @@ class Fit(FitState):
         patches.callback(setattr, groups, "announce", None)
         begin_epochs_alike(trainer, patches)
         self.evaluation.begin(patches)
+        # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be made at any time.
+        patches.callback(register_optimizer_step_post_hook(self._note_step).remove)
 
     def prepare(self, model: nn.Module) -> None:
         """Refuses models that cannot be trained, and makes all ranks start from the same model."""
@@ -142,14 +148,23 @@ class Fit(FitState):
         self.optimizer_steps = self._steps_per_batch = 0
         self.requests = Requests(engine)
         self.options.start()
-        for optimizer in optimizers:
-            if isinstance(optimizer, Optimizer):  # Lightning takes anything that has its methods.
-                # In manual optimization they may be stepped without Lightning's wrapper.
-                optimizer.register_step_post_hook(lambda *_: setattr(self, "stepped", True))
+        self._thread, self._epoch_has_stepped = threading.get_ident(), None
         self.checkpointer.resume(engine)
         engine.join()
         self._announce(engine)
         self._note_before_hooks()
+
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Marks the batch as an inner step if the optimizer that has just stepped is one of this fit.
+
+        torch calls this for every optimizer of the process. Other fits may run in other threads; autograd has threads
+        of its own, in which an optimizer steps that is part of the backward pass.
+        """
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if self.engine is None or not (is_in_backward or threading.get_ident() == self._thread):
+            return
+        if optimizer in self.trainer.optimizers or self.engine.rounds.has_parameters_of(optimizer):
+            self.stepped = True
 
     @property
     def _known_steps(self) -> float:
@@ -172,7 +187,7 @@ class Fit(FitState):
         self._interval, self._row = None, {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._epoch_begins = True
+        self._epoch_begins, self._epoch_has_stepped = True, None
         if self.engine is not None:
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
 
@@ -242,7 +257,9 @@ class Fit(FitState):
         idle = batch is None and not self.optimizer_steps and self.groups.topology.num_groups > 1
         idle = idle and count_idle_batch(self.trainer, self._steps_per_batch or len(self.trainer.optimizers))
         if not (self.stepped or idle) or engine is None:
+            self._epoch_has_stepped = bool(self._epoch_has_stepped)
             return []
+        self._epoch_has_stepped = True
         if engine.is_finished:
             raise RuntimeError(
                 "Training continues after its last batch: max_epochs or max_steps was raised after the worker groups"
@@ -303,16 +320,17 @@ class Fit(FitState):
                 )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Drops metrics that cannot be reduced, and warns once if no batch has counted as an inner step."""
+        """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as an inner step."""
         self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
             self.groups.meet()
             drop_what_not_all_logged(trainer, self.groups.topology)
-        if trainer.current_epoch == 0 and (self.engine is None or not self.engine.inner_steps):
+        if self._epoch_has_stepped is False and self.groups.topology.group_rank == 0:
             _log.warning(
-                "The first epoch ended without an inner step: no optimizer of configure_optimizers stepped, so the"
-                " worker groups train apart. Return your optimizers there, and step those that self.optimizers()"
-                " returns."
+                "Epoch %d ended without an inner step: no optimizer stepped this model's parameters, so the worker"
+                " groups have exchanged nothing. Train with optimizers of torch.optim, or with those that"
+                " self.optimizers() returns.",
+                trainer.current_epoch,
             )
 
     def _note(self, landings: list[Landing]) -> None:

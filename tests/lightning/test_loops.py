@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.utils import parametrizations
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.checkpoint import checkpoint_sequential
 
 from lightning_sdiloco.lightning import model_format
@@ -63,6 +65,19 @@ def manual(
         return returned
 
     return made(optimize=sgd, automatic_optimization=False, training_step=training_step)
+
+
+def with_own_optimizer(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+    """Manual optimization with an optimizer that nobody returned, beside one of a model outside of the module."""
+    if index % 4 == 0:  # Another one takes the place of the first, in the midst of the epoch.
+        self.__dict__["own"], self.__dict__["outside"] = sgd(self.parameters()), nn.Linear(2, 2)
+    others = sgd(self.outside.parameters())
+    self.outside(torch.ones(2)).sum().backward()
+    others.step()
+    if index % 3 != 2:
+        self.own.zero_grad()
+        self.manual_backward(self.loss(parts))
+        self.own.step()
 
 
 def of_gan(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
@@ -156,6 +171,10 @@ LOOPS = {
     "manual, not in every batch": Loop(manual(every=lambda module, index: 3), inner_steps=BATCHES // 3),
     "manual without a loss returned": Loop(manual(returned={"index": 0})),
     "manual, unwrapped": Loop(manual(wrapped=False)),
+    "manual, with an optimizer made late": Loop(
+        made(automatic_optimization=False, training_step=with_own_optimizer, configure_optimizers=lambda self: None),
+        inner_steps=BATCHES - BATCHES // 3,
+    ),
     "gan": Loop(gan, ddp_kwargs=UNUSED),
     "accumulation": Loop(made(), {"accumulate_grad_batches": 3}, inner_steps=4),
     "accumulation by scheduler": Loop(
@@ -330,19 +349,56 @@ def test_what_cannot_train_ends_all_groups_with_an_error_that_says_why(rank: int
 
 
 @in_ranks(2)
-def test_training_without_an_optimizer_that_lightning_knows_is_said(rank: int) -> None:
-    private, said = list[Any](), fits.said_by("lightning_sdiloco")
+def test_every_epoch_without_an_inner_step_is_said(rank: int) -> None:
+    said = fits.said_by("lightning_sdiloco")
 
     def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
-        private[0].zero_grad()
+        self.zero_grad()
         self.manual_backward(self.loss(parts))
-        private[0].step()
+        if self.current_epoch % 2:
+            with torch.no_grad():
+                for parameter in self.parameters():
+                    parameter.sub_(parameter.grad, alpha=0.05)
+        else:
+            self.optimizers().step()
 
-    own = {"automatic_optimization": False, "training_step": training_step}
-    loop = Loop(made(optimize=lambda parameters: private.append(sgd(parameters)), **own))
-    trainer = run_loop(loop, of_ours(loop), 2, batches(rank))[0]
-    assert sum("without an inner step" in text for text in said) == 1
+    loop = Loop(made(optimize=sgd, automatic_optimization=False, training_step=training_step), {"max_epochs": 4})
+    trainer = run_loop(loop, of_ours(loop), 2, batches(rank), limit_train_batches=2)[0]
+    told = [re.sub(":.*", "", text) for text in said if "without an inner step" in text]
+    assert told == [f"Epoch {epoch} ended without an inner step" for epoch in (1, 3)]
+    assert trainer.strategy.report()["inner_steps"] == 4
     assert agreed(trainer.strategy.outer_state_dict()), "joined at the end all the same"
+
+
+@in_ranks(2)
+def test_only_optimizers_of_the_fit_in_its_thread_or_backward_count(rank: int) -> None:
+    """One that steps in the backward pass does, one in a thread of the user does not, and no hook is left behind."""
+    hooks = _global_optimizer_post_hooks
+    assert not hooks
+
+    def step_alone(parameter: Tensor) -> None:
+        sgd([parameter]).step()
+        parameter.grad = None
+
+    def in_backward(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+        if index == 0:
+            for parameter in self.parameters():
+                parameter.register_post_accumulate_grad_hook(step_alone)
+        self.manual_backward(self.loss(parts))
+
+    def in_a_thread(self: Any, parts: tuple[Tensor, Tensor], index: int) -> None:
+        worker = threading.Thread(target=sgd(self.parameters()).step)
+        worker.start()
+        worker.join()
+        if index % 2:
+            self.optimizers().step()
+
+    for inner_steps, training_step in ((6, in_backward), (3, in_a_thread)):
+        own: dict[str, Any] = {"automatic_optimization": False, "training_step": training_step}
+        loop = Loop(made(optimize=sgd, **own), {"limit_train_batches": 6})
+        trainer = run_loop(loop, of_ours(loop), 2, batches(rank))[0]
+        assert trainer.strategy.report()["inner_steps"] == inner_steps
+        assert not hooks
 
 
 @in_ranks(4)
