@@ -23,6 +23,7 @@ from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Absences, Weighing
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.checkpoint import (
     Restart,
@@ -57,6 +58,11 @@ from lightning_sdiloco.engine.start import (
 from lightning_sdiloco.engine.untrained import first_own
 
 _log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Pass group=WorkerGroups(...).process_group to the collectives of a step; gather what you log, evaluate and save"
+    " every so many steps only."
+)
 
 
 @dataclass
@@ -201,6 +207,8 @@ class StreamingDiLoCo:
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
+        self.watch = WorldWatch(_ADVICE, "inner steps")
+        """Watches from one inner step to the next; stopped where Lightning runs the loop."""
 
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
@@ -264,6 +272,7 @@ class StreamingDiLoCo:
     def launch_due(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> None:
         """Does the first half of `step`: counts an inner step and launches what is due."""
         self._require_open("step()")
+        self.watch.end()
         trained = 0 if idle else trained
         if not isinstance(trained, int) or trained < 0:
             raise ValueError(
@@ -285,6 +294,7 @@ class StreamingDiLoCo:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
         landed, self._early = [*self._early, *self._counted(self.loop.land_due(self.inner_steps))], []
         self.step_span = self.step_span[0], time.perf_counter()
+        self.watch.begin(self.topology)
         return landed
 
     def _counted(self, landings: Iterable[Landing]) -> list[Landing]:

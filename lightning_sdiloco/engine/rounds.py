@@ -18,6 +18,7 @@ requests along.
 """
 
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -111,7 +112,7 @@ class Rounds:
         # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
-        self._sharded = sharded_modules(model)
+        self._sharded, self._thread = sharded_modules(model), threading.get_ident()
         self.fragments: list[FragmentState] = []
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
@@ -166,6 +167,13 @@ class Rounds:
         """Refuses to go on with a parameter that is trained and in no fragment; see `shards.require_coverage`."""
         self.reshard()
         require_coverage(self.model, self._parameters)
+
+    def is_training_thread(self) -> bool:
+        """Returns whether the caller runs in the thread that made the engine, or in a backward pass.
+
+        Autograd has threads of its own for accelerators; an optimizer steps there that is part of the backward pass.
+        """
+        return threading.get_ident() == self._thread or torch._C._current_graph_task_id() != -1
 
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer steps a parameter that is in a fragment."""

@@ -43,6 +43,7 @@ from lightning_sdiloco.engine.shards import (
     trainable,
 )
 from lightning_sdiloco.engine.untrained import default_kinds, untrained_places
+from lightning_sdiloco.launch.rendezvous import launched_processes
 
 _log = logging.getLogger(__name__)
 
@@ -121,6 +122,12 @@ def topology_for(
 def default_topology(worker_groups: int | str, timeout: timedelta, on_device: DeviceBackend | None = None) -> Topology:
     """Divides the default process group into worker groups; one group where there is none. All ranks must call it."""
     groups = checked_worker_groups(worker_groups)
+    if not is_connected() and (processes := launched_processes()) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={processes} says that a launcher started {processes} processes, but torch.distributed is not"
+            " initialised: each of them would train alone. Call torch.distributed.init_process_group() in all of them"
+            " before, or take WORLD_SIZE out of the environment of a single process."
+        )
     if is_connected():
         # Before the process groups are made: ranks that make different ones would wait for each other.
         require_same_settings({"worker_groups": str(groups)}, world())

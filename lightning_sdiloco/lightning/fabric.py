@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import read_own, write_common_file, write_own
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
@@ -24,7 +25,6 @@ from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.groups import BatchWatch
 from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer
 from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs, fix_bucket_order
 from lightning_sdiloco.lightning.monitor import Announcement
@@ -85,7 +85,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._unfinished: list[int] = []  # The inner steps, beyond the loop; empty when they were finished.
         self._announcement: Announcement | None = None
         self._shown = ShownModel(self._groups, "fabric.save", warns=False)
-        self._watch = BatchWatch(self._groups, _ADVICE)
+        self._watch = WorldWatch(_ADVICE)
         check_without_trainer(self, FABRIC)
 
     # What users call and read
@@ -174,7 +174,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             if self._options.federation is not None:
                 self._samples += samples_in([*args, *kwargs.values()]) or 1
             if not torch.compiler.is_compiling():
-                self._watch.begin()
+                self._watch.begin(self.topology)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -245,6 +245,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             federation=self._options.federation,
             **vars(self._options.settings),
         )
+        # Users validate and save between two inner steps, so batches are watched instead.
+        engine.watch.stop()
         if self.engine is None and engine.topology.rank == 0:
             # Called when the strategy is dropped, or at the end of the process.
             weakref.finalize(self, _warn_of_unfinished, self._unfinished)

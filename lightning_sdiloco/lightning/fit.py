@@ -2,7 +2,6 @@
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.start import align_model, cut, require_same_model, require_same_start
@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.epochs import (
 )
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
-from lightning_sdiloco.lightning.groups import BatchWatch, ConnectedGroups
+from lightning_sdiloco.lightning.groups import ConnectedGroups
 from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, user_hooks, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
@@ -86,10 +86,9 @@ class Fit(FitState):
         self.epochs = Epochs(self)
         self.checkpointer = Checkpointer(self)
         self.evaluation = Evaluation(self)
-        self.watch = BatchWatch(groups, _ADVICE)
+        self.watch = WorldWatch(_ADVICE)
         self._results = results
         self.patches = ExitStack()
-        self._thread = 0  # That of the training loop.
         self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
         self._announcement: Announcement | None = None
         self.is_closed = self._epoch_begins = self.has_gathered = False
@@ -143,12 +142,14 @@ class Fit(FitState):
         )
         engine.diagnose(any(monitor.diagnostics for monitor in monitors_of(self.trainer)))
         self.engine = self._results.engine = engine
+        # Lightning validates and saves over all ranks between two inner steps, so the fit watches batches instead.
+        engine.watch.stop()
         # A callback that looks for a learning rate has trained in this fit before.
         self.landed = self.stepped = self.counts_micro_batches = False
         self.optimizer_steps = self._steps_per_batch = 0
         self.requests = Requests(engine)
         self.options.start()
-        self._thread, self._epoch_has_stepped = threading.get_ident(), None
+        self._epoch_has_stepped = None
         self.checkpointer.resume(engine)
         engine.join()
         self._announce(engine)
@@ -157,11 +158,9 @@ class Fit(FitState):
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Marks the batch as an inner step if the optimizer that has just stepped is one of this fit.
 
-        torch calls this for every optimizer of the process. Other fits may run in other threads; autograd has threads
-        of its own, in which an optimizer steps that is part of the backward pass.
+        torch calls this for every optimizer of the process, and other fits may run in other threads.
         """
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        if self.engine is None or not (is_in_backward or threading.get_ident() == self._thread):
+        if self.engine is None or not self.engine.rounds.is_training_thread():
             return
         if optimizer in self.trainer.optimizers or self.engine.rounds.has_parameters_of(optimizer):
             self.stepped = True

@@ -26,7 +26,8 @@ from lightning_sdiloco.launch.reachability import (
     has_exchange_interface,
     require_reachable,
 )
-from lightning_sdiloco.launch.rendezvous import rendezvous_at, warn_of_shared_store
+from lightning_sdiloco.launch.rendezvous import rendezvous_at, say_node_rank, warn_of_shared_store
+from lightning_sdiloco.lightning.host import class_names
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -34,9 +35,6 @@ _log = logging.getLogger(__name__)
 
 # How long processes may take to end by themselves if the first has failed before they met.
 _SECONDS_TO_END = 3.0
-
-# Fewer may be a model that looks at all data before it starts.
-_BATCHES_IN_A_ROW = 3
 
 # Hooks that run for every batch. A collective that starts in one of them stays inside the worker group: over all ranks
 # it would make every group wait for the slowest one at every step.
@@ -99,8 +97,10 @@ class ConnectedGroups:
             if not is_connected():
                 where = host.cluster_environment
                 # Kept until they are connected: the default process group takes over the store of the rendezvous.
+                by_hand = host.num_nodes > 1 and "LightningEnvironment" in class_names(type(where))
+                advice = say_node_rank(where.node_rank()) if by_hand else ""
                 met = rendezvous_at(
-                    where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout
+                    where.main_address, where.main_port, where.global_rank(), layout.world_size, timeout, advice
                 )
                 if host.num_nodes > 1:
                     require_reachable(met, layout.group_of(host.global_rank), exchange_address, group_address)
@@ -231,36 +231,3 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
     if not stays:
         groups.meet()
     return stays
-
-
-class BatchWatch:
-    """Warns once if user code issues collectives over all ranks in batch after batch, where they are not replaced.
-
-    [Note: what waits in every batch] ``torch.distributed.all_gather`` without a group, as in the loss of a contrastive
-    model, lets every worker group wait for the slowest one in every batch. Process groups count what is begun in them.
-    From the last hook before a training step to the first one after it, neither Lightning nor the engine issues
-    anything over all ranks, so whatever is counted there is the user's. Rank 0 watches.
-    """
-
-    def __init__(self, groups: ConnectedGroups, advice: str) -> None:
-        self._groups, self._advice = groups, advice
-        self._before: int | None = None
-        self._in_a_row = 0
-
-    def begin(self) -> None:
-        topology = self._groups.topology
-        watches = topology.num_groups > 1 and topology.rank == 0 and self._in_a_row < _BATCHES_IN_A_ROW
-        self._before = topology.world.begun() if watches else None
-
-    def end(self) -> None:
-        before, self._before = self._before, None
-        if before is None:
-            return
-        self._in_a_row = self._in_a_row + 1 if self._groups.topology.world.begun() > before else 0
-        if self._in_a_row == _BATCHES_IN_A_ROW:
-            _log.warning(
-                "torch.distributed was called over all ranks in %d training batches in a row: every worker group waits"
-                " for the slowest one in every batch. %s Shown once.",
-                _BATCHES_IN_A_ROW,
-                self._advice,
-            )

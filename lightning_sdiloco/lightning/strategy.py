@@ -373,7 +373,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         release_gradients(self.fit.trainer, self.optimizers, batch_idx, nbytes)
         self._follow_what_is_trainable()
         # Nothing is between this hook and the training step.
-        self.fit.watch.begin()
+        self.fit.watch.begin(self.topology)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_sdiloco.launch import reachability, rendezvous
 from lightning_sdiloco.launch.reachability import exchange_address, for_exchange, group_address, require_reachable
 from lightning_sdiloco.launch.rendezvous import Rendezvous, rendezvous_at, wait_for_store
-from tests.fits import fit, refusal
+from tests.fits import fit, refusal, said_by
 from tests.namespaces import add_interface, enter, lose_packets, two_sites
 from tests.ranks import in_ranks, run_processes
 from tests.scripts import ROOT
@@ -109,6 +109,7 @@ def test_a_program_that_is_no_store_of_this_training_is_named_at_once(monkeypatc
         assert told.startswith(f"Rank {rank} on {socket.gethostname()} {cannot}")
         for text in (f"127.0.0.1:{port} ", words, "Choose another MASTER_PORT"):
             assert text in told
+        assert (program == "store") == ("another NODE_RANK" in told)
         if (program, rank) == ("http", 0):
             told = told.replace(f"127.0.0.1:{port}", "node0:8000").replace(socket.gethostname(), "node0")
             assert f"ValueError: {told}\n" in PAGE
@@ -138,6 +139,45 @@ def test_the_exchange_may_have_an_interface_of_its_own(monkeypatch: pytest.Monke
     text = reachability.advice([reachability.BrokenConnection(0, 1, "127.0.1.1:2", "connection refused")])
     assert "Rank 1 listens on a loopback address" in text
     assert "GLOO_SOCKET_IFNAME" in text
+
+
+def warned_while_waiting(rank: int, **environment: str) -> list[str]:
+    """What is warned of until nobody has come, where a node is started by hand with this environment."""
+    assert rendezvous._SECONDS_TO_FIRST_WARNING == 10
+    rendezvous._SECONDS_TO_FIRST_WARNING = 0.2
+    for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    said = said_by("lightning_sdiloco")
+    bound = {"timeout": timedelta(seconds=3), "worker_groups": 2}
+    told = refusal(fit, rank, 2, 2, 1, bound, trainer_choices={"num_nodes": 2, "devices": 1})
+    return [*said, told]
+
+
+def test_a_node_that_waits_names_what_was_not_set_after_ten_seconds() -> None:
+    def run(rank: int, world_size: int) -> list[str]:
+        # One has no number and the other no address, so each looks for rank 0 on its own machine.
+        return warned_while_waiting(rank, **({"NODE_RANK": "1"} if rank else {}))
+
+    for node, said in enumerate(run_processes(run, 2, ranks_per_node=1)):
+        first = said[0]
+        assert f"This node was started as node {node}. On every node set NODE_RANK to its number, from 0" in first
+        assert "MASTER_ADDR and MASTER_PORT to those of node 0" in first
+        assert ("cannot reach rank 0 at 127.0.0.1" if node else "Still waiting for Rank 1 at 127.0.0.1") in first
+
+
+@pytest.mark.network
+def test_two_nodes_that_are_both_started_as_the_first_are_told_so() -> None:
+    def run(rank: int, world_size: int, sites: list[str]) -> list[str]:
+        enter(sites[rank])
+        time.sleep(rank)
+        return warned_while_waiting(0, NODE_RANK="0", MASTER_ADDR="10.79.0.1", MASTER_PORT="29517")
+
+    with two_sites() as sites:
+        first, second = run_processes(run, 2, sites, ranks_per_node=1)
+    assert second[-1].startswith("There are two ranks 0")
+    assert "Only one node may have NODE_RANK=0" in second[-1]
+    assert "started as rank 0, too, and has ended: two nodes have one NODE_RANK" in first[-1]
 
 
 @pytest.mark.network
