@@ -1,5 +1,6 @@
 """Streaming DiLoCo in the Trainer of transformers: a callback, and one line that its hooks have no place for."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ class StreamingDiLoCoCallback(TrainerCallback):
         trainer.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
         # It would ask all ranks in every step, and worker groups would wait for each other.
         trainer.args.average_tokens_across_devices = False
+        # Losses gather in every step, too, such as those of TRL: within one, a group of one process has only its own.
+        self.in_step = False
+        for name in ("gather", "gather_for_metrics", "reduce", "pad_across_processes"):
+            over_all = getattr(trainer.accelerator, name)
+            setattr(trainer.accelerator, name, partial(self._in_group, over_all))
+
+    def _in_group(self, over_all: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.in_step else over_all(tensor, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine = StreamingDiLoCo(kwargs["model"], inner_optimizers=[kwargs["optimizer"]], **self.settings)
@@ -33,8 +42,10 @@ class StreamingDiLoCoCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.engine.show_local()
+        self.in_step = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.in_step = False
         self.engine.step()
         self.on_epoch_end(args, state, control)
 
@@ -47,5 +58,10 @@ class StreamingDiLoCoCallback(TrainerCallback):
         self.engine.save(Path(args.output_dir) / f"checkpoint-{state.global_step}" / "engine.ckpt")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # The best checkpoint has been loaded already, if it was asked for: the end of training must not replace it.
+        has_best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+        best = {name: values.clone() for name, values in kwargs["model"].state_dict().items()} if has_best else None
         self.engine.show_local()
         self.engine.finish()
+        if best is not None:
+            kwargs["model"].load_state_dict(best)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_sdiloco import StreamingDiLoCo
-from tests.fits import refusal
+from tests.fits import refusal, said_by
 from tests.ranks import agreed, in_ranks
 from tests.scripts import ROOT, TORCHRUN, run_python
 
@@ -88,3 +88,51 @@ def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int,
     again, resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
     assert again == losses
     assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
+
+
+@in_ranks(2, timeout=200.0)
+def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: int, tmp_path: Path) -> None:
+    """The best is that of the first evaluation here; the loss gathers as those of TRL do."""
+    from safetensors.torch import load_file
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    sys.path.append(str(EXAMPLES))
+    from transformers_trainer import StreamingDiLoCoCallback
+
+    gathered = list[int]()
+
+    class Gathering(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training:
+                tokens = self.accelerator.gather_for_metrics(inputs["labels"])
+                gathered.append(len(tokens) + len(self.accelerator.gather(inputs["labels"])))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    said = said_by("lightning_sdiloco")
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+    rows = torch.randint(0, 50, (64, 1), generator=torch.Generator().manual_seed(1)) + torch.arange(16)
+    data = [{"input_ids": row % 50, "labels": row % 50} for row in rows]
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+    often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "max_steps": 12}
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **best,
+        **often,
+    )
+    trainer = Gathering(model=model, args=arguments, train_dataset=data, eval_dataset=data[:16])
+    callback = StreamingDiLoCoCallback(trainer, sync_every=3, overlap_steps=1, fragments="strided:1")
+    trainer.add_callback(callback)
+    trainer.train()
+    assert gathered == [8] * 12, "of this rank alone"
+    assert [text for text in said if "in a row" in text] == []
+    assert callback.engine.is_finished
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-4")
+    loaded = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert agreed({name: values.clone() for name, values in model.state_dict().items()})
+    assert [name for name, values in loaded.items() if not torch.equal(values, model.state_dict()[name])] == []
