@@ -27,7 +27,7 @@ from lightning_sdiloco.lightning.epochs import (
 )
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
-from lightning_sdiloco.lightning.groups import ConnectedGroups
+from lightning_sdiloco.lightning.groups import ConnectedGroups, ScaleWatch
 from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, user_hooks, wrap
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
@@ -86,7 +86,7 @@ class Fit(FitState):
         self.epochs = Epochs(self)
         self.checkpointer = Checkpointer(self)
         self.evaluation = Evaluation(self)
-        self.watch = WorldWatch(_ADVICE)
+        self.watch, self.scale_watch = WorldWatch(_ADVICE), ScaleWatch()
         self._results = results
         self.patches = ExitStack()
         self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
@@ -148,6 +148,7 @@ class Fit(FitState):
         self.landed = self.stepped = self.counts_micro_batches = False
         self.optimizer_steps = self._steps_per_batch = 0
         self.requests = Requests(engine)
+        self.scale_watch.look_at(module, self.groups.topology)
         self.options.start()
         self._epoch_has_stepped = None
         self.checkpointer.resume(engine)

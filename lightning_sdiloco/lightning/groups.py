@@ -3,6 +3,7 @@
 Inside a batch the collectives of Lightning and of user code stay in the worker group; otherwise they go over all ranks.
 """
 
+import inspect
 import logging
 import subprocess
 import time
@@ -27,7 +28,7 @@ from lightning_sdiloco.launch.reachability import (
     require_reachable,
 )
 from lightning_sdiloco.launch.rendezvous import rendezvous_at, say_node_rank, warn_of_shared_store
-from lightning_sdiloco.lightning.host import class_names
+from lightning_sdiloco.lightning.host import class_names, is_of_lightning
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.options import Options
 
@@ -231,3 +232,43 @@ def stays_in_group(module: Any, groups: ConnectedGroups) -> bool:
     if not stays:
         groups.meet()
     return stays
+
+
+class ScaleWatch:
+    """Warns once of a loss that may be scaled by the number of all ranks, as for DDP.
+
+    DistributedDataParallel averages gradients over the ranks of a group, so a loss that is multiplied by
+    ``trainer.world_size`` to get their sum gets it as many times as there are groups. Rank 0 looks for code outside of
+    Lightning that reads this number in a training batch, and for a module that keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._has_said = False
+
+    def look_at(self, module: Any, topology: Topology) -> None:
+        """Looks whether a module was given the number as an attribute."""
+        if vars(module).get("world_size") == topology.world.size:
+            self._say("The module keeps world_size", topology)
+
+    def read(self, module: Any, topology: Topology) -> None:
+        """Looks who reads the number: the caller's caller, or the one that asks the trainer for it."""
+        if self._has_said or torch.compiler.is_compiling() or not in_batch(module):
+            return
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_code.co_name in ("read", "world_size"):
+            frame = frame.f_back
+        if frame is not None and not is_of_lightning(frame.f_globals.get("__name__", "")):
+            self._say("A training batch reads trainer.world_size", topology)
+
+    def _say(self, what: str, topology: Topology) -> None:
+        self._has_said = True
+        if topology.num_groups > 1 and topology.rank == 0:
+            _log.warning(
+                "%s: %d, the ranks of all worker groups, but gradients are averaged over the %d of a group. A loss that"
+                " is multiplied by it, as for DDP, has gradients %d times too large: use"
+                " trainer.strategy.topology.group_size there. Shown once.",
+                what,
+                topology.world.size,
+                topology.group_size,
+                topology.num_groups,
+            )

@@ -206,9 +206,8 @@ def _imported(place: str) -> Any:
 
 
 def _distribution_of(trainer: Any) -> str:
-    return next(
-        kind.__module__.removesuffix(".trainer.trainer") for kind in type(trainer).__mro__ if _is_of_lightning(kind)
-    )
+    modules = [kind.__module__ for kind in type(trainer).__mro__]
+    return next(module for module in modules if is_of_lightning(module)).removesuffix(".trainer.trainer")
 
 
 def _has(host: Any, entry: HostName) -> bool:
@@ -218,16 +217,17 @@ def _has(host: Any, entry: HostName) -> bool:
     if name in _SET:
         return own.get(name) is None or getattr(host, name.removeprefix("_"), None) is own[name]
     kinds = (host if is_class else type(host)).__mro__
-    return name in own or any(name in vars(kind) for kind in kinds if _is_of_lightning(kind))
+    return name in own or any(name in vars(kind) for kind in kinds if is_of_lightning(kind.__module__))
 
 
-def _is_of_lightning(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _TOPS
+def is_of_lightning(module: str) -> bool:
+    """Returns whether a module, by its name, belongs to Lightning."""
+    return module.partition(".")[0] in _TOPS
 
 
 def class_names(kind: type) -> set[str]:
     """Returns the names of the classes of Lightning that a class inherits from. Others may have the same names."""
-    return {base.__name__ for base in kind.__mro__ if _is_of_lightning(base)}
+    return {base.__name__ for base in kind.__mro__ if is_of_lightning(base.__module__)}
 
 
 _OURS = __name__.partition(".")[0]

@@ -261,6 +261,14 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         """Whether this rank ends with an exception and must not wait for others."""
         return self._groups.is_alone
 
+    @property
+    @override
+    def world_size(self) -> int:
+        """The ranks of all worker groups; gradients are averaged over ``topology.group_size`` of them."""
+        if self._fit is not None and self._groups.is_connected:
+            self._fit.scale_watch.read(self.lightning_module, self.topology)
+        return int(super().world_size)
+
     # Start
 
     @override

@@ -402,6 +402,32 @@ def test_only_optimizers_of_the_fit_in_its_thread_or_backward_count(rank: int) -
 
 
 @in_ranks(4)
+def test_a_loss_scaled_by_the_number_of_all_ranks_is_said_once(rank: int) -> None:
+    def scaled(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.loss(parts) * self.trainer.world_size
+
+    def scaled_by_group(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:
+        return self.loss(parts) * self.trainer.strategy.topology.group_size
+
+    def keep(self: Any, stage: str) -> None:
+        self.world_size = self.trainer.world_size
+
+    plain: dict[str, Any] = {"training_step": scaled_by_group, "on_train_start": lambda self: self.trainer.world_size}
+    cases = [(2, {"training_step": scaled}, "A training batch reads"), (2, {"setup": keep}, "The module keeps")]
+    for groups, members, words in (*cases, (2, plain, ""), (1, {"training_step": scaled}, "")):
+        said = fits.said_by("lightning_sdiloco")
+        loop = Loop(made(optimize=sgd, **members), {"limit_train_batches": 3})
+        # Lightning itself reads the number in every batch, and so do its callbacks.
+        stopping = pl.callbacks.EarlyStopping("loss", verbose=True, check_on_train_epoch_end=True, strict=False)
+        strategy = of_ours(loop, worker_groups=groups)
+        run_loop(loop, strategy, 4, batches(rank // 2, rank % 2, 2), callbacks=[stopping])
+        told = [text for text in said if "gradients are averaged" in text]
+        assert len(told) == (1 if words and rank == 0 else 0), (groups, members)
+        assert all(text.startswith(words) and "has gradients 2 times too large" in text for text in told)
+        assert strategy.world_size == 4
+
+
+@in_ranks(4)
 def test_a_communication_hook_of_ddp_stays_in_the_group(rank: int) -> None:
     """Lightning registers hooks on CUDA only; here, what it would register them with."""
     for state in (None, PowerSGDState(process_group=None)):

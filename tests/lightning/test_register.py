@@ -90,7 +90,9 @@ def test_a_name_that_is_missing_is_told(
     for entry in (entry for entry in REGISTER if entry.name in patching._SET):
         public, trainer = entry.name.removeprefix("_"), prepared(distribution, entry.place == "ModelParallelStrategy")
         host = trainer.lightning_module if "module" in entry.place else trainer.strategy
-        kinds = [kind for kind in type(host).__mro__ if patching._is_of_lightning(kind) and public in vars(kind)]
+        kinds = [
+            kind for kind in type(host).__mro__ if patching.is_of_lightning(kind.__module__) and public in vars(kind)
+        ]
         with monkeypatch.context() as patch:
             patch.setattr(kinds[0], public, None)
             assert f"worker groups need: {entry}" in refusal(look, entry.place, distribution)
