@@ -12,12 +12,13 @@ so that other groups, shards and fragments can take it up.
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +34,7 @@ from lightning_sdiloco.algorithm.weighting import Control
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import norm_squared
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
+from lightning_sdiloco.engine.per_rank import Entries, Read, differing_from_first, entries_of, put, read_safely
 from lightning_sdiloco.engine.shards import (
     OuterParameter,
     is_sharded,
@@ -43,6 +45,8 @@ from lightning_sdiloco.engine.shards import (
 from lightning_sdiloco.engine.start import require_same_start
 from lightning_sdiloco.engine.untrained import Kind, new_outer
 from lightning_sdiloco.version import VERSION
+
+_log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Version of the folder's format; any other is refused."""
@@ -267,6 +271,52 @@ def _read(path: str, save: str, name: str) -> bytes:
         ) from error
 
 
+# What a rank's file holds beside the engine: see [Note: entries of a rank]
+
+
+def with_entries(state: State, tree: Mapping[str, Any], topology: Topology) -> State:
+    """Adds to what a rank saves all in which it differs from rank 0, and extra state. All ranks must call it."""
+    engine = dict(state["engine"])
+    differing = differing_from_first(tree, topology.world)
+    extra = entries_of(engine.pop("extra_state", {}))
+    failures = [*differing.failures, *(f"extra state of {failure}" for failure in extra.failures)]
+    if failures:
+        _log.warning(
+            "Rank %d could not save what it holds for itself: %s. A run that resumes takes what rank 0 saved there, or"
+            " what the script sets up. Let the object save plain values or tensors.",
+            topology.rank,
+            "; ".join(failures),
+        )
+    return {**state, "engine": engine, "entries": _stored(differing), "extra_state": _stored(extra)}
+
+
+def _stored(entries: Entries) -> State:
+    return {"plain": entries.plain, "packed": entries.packed, "missing": entries.missing}
+
+
+def take_up_entries(own: State, tree: dict[str, Any], read: Read | None = None, without: Collection[str] = ()) -> State:
+    """Puts what a rank saved in place of what rank 0 did, and returns the state of the engine with extra state.
+
+    Without a way to read any object, it reads what is safe, and a warning names the rest.
+    """
+    extra = dict[str, Any]()
+    unread = put(own["entries"], tree, read or read_safely, without)
+    unread += put(own["extra_state"], extra, read or read_safely)
+    named = "; ".join(unread)
+    if unread and read is None:
+        _log.warning(
+            "Extra state of modules cannot be read with weights_only=True: %s. These modules keep what they hold."
+            " Return plain values or tensors from get_extra_state, or restore it yourself.",
+            named,
+        )
+    elif unread:
+        raise ValueError(
+            f"What this rank saved in a file of its own cannot be read: {named}. If you trust the checkpoint, read it"
+            " with weights_only=False; or save plain values or tensors instead."
+        )
+    return {**own["engine"], "extra_state": extra}
+
+
 # The ranks of a run
 
 
@@ -343,10 +393,13 @@ def write_own(
     settings: Settings,
     state: State,
     inner_optimizers: Sequence[Optimizer],
+    tree: Mapping[str, Any],
     **others: Any,
 ) -> Saved:
+    """Writes what each rank needs to go on, given what else it saves. All ranks must call it."""
     optimizer_states = [own_state(optimizer) for optimizer in inner_optimizers]
     own = {"engine": state, "optimizer_states": optimizer_states, "random": random_state(), **others}
+    own = with_entries(own, tree, topology)
     return write_ranks(path, topology, own, _layout(topology), settings.fixed_by_a_checkpoint())
 
 
@@ -358,7 +411,7 @@ def save(
     outer: Mapping[str, Tensor],
     inner_optimizers: Sequence[Optimizer],
 ) -> None:
-    saved = write_own(path, topology, settings, state, inner_optimizers)
+    saved = write_own(path, topology, settings, state, inner_optimizers, {})
 
     def write() -> None:
         if topology.rank == 0:
@@ -381,22 +434,27 @@ def load(path: str, topology: Topology, settings: Settings, inner_optimizers: Se
             raise ValueError(f"There is no checkpoint {path}. Give the path of one.") from error
         return dict(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
 
-    return dict(read_own(path, read, topology, settings, inner_optimizers)["engine"])
+    own = read_own(path, read, topology, settings, len(inner_optimizers))
+    take_up_training(own, inner_optimizers)
+    return dict(own["engine"])
 
 
 def read_own(
     path: str,
-    read: Callable[[], Mapping[str, Any]],
+    read_file: Callable[[], dict[str, Any]],
     topology: Topology,
     settings: Settings,
-    inner_optimizers: Sequence[Optimizer],
+    optimizers: int,
+    read: Read | None = None,
 ) -> State:
-    """Reads the file of this rank, and restores inner optimizers and random numbers. All ranks must call it."""
+    """Reads the file of this rank, and puts its entries into what the checkpoint file holds. All ranks must call it."""
     own: State = {}
     header, refusal = None, None
     try:
-        header = read().get(KEY)
-        own = _read_own(path, header, topology, settings, len(inner_optimizers))
+        checkpoint = read_file()
+        header = checkpoint.get(KEY)
+        own = _read_own(path, header, topology, settings, optimizers)
+        own["engine"] = take_up_entries(own, checkpoint, read)
     except Exception as error:
         # Any error, because the other ranks would wait for this one.
         refusal = str(error) if isinstance(error, ValueError) else f"{path} cannot be read: {error!r}"
@@ -404,10 +462,14 @@ def read_own(
     if refusals:
         raise ValueError(refusals[0])
     require_same_start(start_of(header or {}, own), topology.world)
+    return own
+
+
+def take_up_training(own: State, inner_optimizers: Sequence[Optimizer]) -> None:
+    """Restores inner optimizers and random numbers from what a rank saved."""
     for optimizer, state in zip(inner_optimizers, own["optimizer_states"], strict=True):
         take_up_state(optimizer, state)
     set_random_state(own["random"])
-    return own
 
 
 def start_of(header: Mapping[str, Any], own: State) -> str:

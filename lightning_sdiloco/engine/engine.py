@@ -37,6 +37,7 @@ from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
+from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
 from lightning_sdiloco.engine.shards import digest, trainable, unwrapped
 from lightning_sdiloco.engine.start import (
@@ -552,8 +553,9 @@ class StreamingDiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Returns all that this rank needs to resume bit for bit: plain dicts, lists, numbers, and tensors on the host.
 
-        It includes what is in flight. After `finish` it is the state from before, from which a longer run continues.
-        Taking it changes nothing. On the CPU its tensors may be the engine's own: do not write to them.
+        It includes what is in flight, and extra state of modules as these return it. After `finish` it is the state
+        from before, from which a longer run continues. Taking it changes nothing. On the CPU its tensors may be the
+        engine's own: do not write to them.
         """
         return self._unfinished or {
             "counts": asdict(self._counts),
@@ -563,6 +565,7 @@ class StreamingDiLoCo:
             "settings": self.settings.fixed_by_a_checkpoint(),
             "warmup_steps": self.settings.warmup_steps,
             "local": self.view.local_values(),
+            "extra_state": extra_state(self.model),
             **self.loop.state_dict(),
             **self.rounds.records(),
         }
@@ -582,6 +585,8 @@ class StreamingDiLoCo:
             self.settings = settings
             self._cut(self.fragments)
         self.rounds.load_records(state)
+        # First, because hooks of a module may restore parameters with its extra state.
+        load_extra_state(self.model, state.get("extra_state", {}))
         self.view.load_local(LocalValues(**state["local"]))
         self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
@@ -593,7 +598,7 @@ class StreamingDiLoCo:
 
         ``path`` is an ordinary file whose ``state_dict`` holds the outer parameters, or until `has_landed` the mean of
         the groups. A folder beside it has a file for every rank: state of engine and ``inner_optimizers``, local
-        parameters, and random numbers.
+        parameters, extra state of modules, and random numbers.
         """
         require_processes(self.topology)
         is_trained = self.has_landed or self.is_finished

@@ -24,11 +24,19 @@ does by default. With ``max_steps`` Lightning would make such an epoch once more
 batches since then. Early stopping, checkpoints and learning rates that depend on a metric would decide differently, or
 fail where nothing has been logged since. So every rank saves its own metrics: what callbacks see, and what the epoch
 has accumulated.
+
+[Note: what a rank gets back] Lightning writes what rank 0 holds. Schedulers that watch a metric, callbacks, loops,
+loaders, data modules and whatever a hook puts into a checkpoint may differ between ranks, so each rank gets back the
+entries in which it differs; see [Note: entries of a rank]. That includes the best models that `ModelCheckpoint` knows.
+They are the same on all ranks where what it monitors is, and otherwise the resumed run decides as one that was never
+stopped. Hyperparameters are not among the entries: they are what the script gives, and no fit restores them. When
+rounds restart, a rank gets the entries of a rank in its place, but the model is the one in the file, and with other
+groups or ranks the loops are, too.
 """
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pkgutil import resolve_name
@@ -46,16 +54,19 @@ from lightning_sdiloco.engine.checkpoint import (
     Restart,
     own_state,
     restart_from,
+    take_up_entries,
     take_up_state,
+    with_entries,
     write_common_file,
     write_ranks,
 )
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
+from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import clean_name
 from lightning_sdiloco.lightning.evaluation import Averaging
 from lightning_sdiloco.lightning.fit_state import SIGNALLED, FitState
 from lightning_sdiloco.lightning.host import wrap
-from lightning_sdiloco.lightning.model_format import Checkpoint, Load
+from lightning_sdiloco.lightning.model_format import Checkpoint, Load, reader_of
 
 _log = logging.getLogger(__name__)
 
@@ -95,14 +106,15 @@ class Checkpointer:
         if header is None:
             self.start = f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
             return checkpoint
+        read = reader_of(load, *args, **kwargs)
         if self._options.restarts or header["layout"] != self._layout():
-            self._load_for_restart(checkpoint, str(path), header)
+            self._load_for_restart(checkpoint, str(path), header, read)
         else:
             self._require_the_settings_of(header)
             self.resumed = files.read_rank(str(path), header, self._trainer.global_rank)
             self.start = files.start_of(header, self.resumed)
             self._standing[str(path)] = False
-            self._take_up(checkpoint, self.resumed)
+            self.resumed["engine"] = self._take_up(checkpoint, self.resumed, read)
         return checkpoint
 
     @property
@@ -143,14 +155,12 @@ class Checkpointer:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(clean_name(name) in trainable)
 
-    def _take_up(self, checkpoint: Checkpoint, own: dict[str, Any]) -> None:
-        """Puts what this rank saved in place of what rank 0 saved."""
-        precision = type(self._trainer.strategy.precision_plugin).__qualname__
-        if own["loader"] is not None:
-            checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loader"]
-        if own["precision"] is not None:
-            checkpoint[precision] = own["precision"]
+    def _take_up(
+        self, checkpoint: Checkpoint, own: dict[str, Any], read: Read, without: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Puts what this rank saved in place of what rank 0 saved, and returns the state of the engine."""
         self._take_up_optimizers(checkpoint, own["optimizer_states"])
+        return take_up_entries(own, checkpoint, read, without)
 
     def _take_up_optimizers(self, checkpoint: Checkpoint, states: list[Any]) -> None:
         checkpoint["optimizer_states"] = states
@@ -167,7 +177,7 @@ class Checkpointer:
                 " settings it was saved with, or restart the rounds from its outer parameters with resume='restart'."
             )
 
-    def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any]) -> None:
+    def _load_for_restart(self, checkpoint: Checkpoint, path: str, header: dict[str, Any], read_packed: Read) -> None:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
         if not self._options.restarts:
             self._require_the_settings_of(header)
@@ -199,7 +209,8 @@ class Checkpointer:
             states = states or [{**state, "state": {}} for state in checkpoint.get("optimizer_states", [])]
             self._take_up_optimizers(checkpoint, states)
         else:
-            self._take_up(checkpoint, own if layout == self._layout() else {**own, "loader": None})
+            without = ["state_dict"] if layout == self._layout() else ["state_dict", "loops"]
+            self._take_up(checkpoint, own, read_packed, without)
             if topology.group_rank < size:
                 self._random_state = own["random"]
         found = topology.world.all_gather_object(own is not None)
@@ -225,7 +236,7 @@ class Checkpointer:
         """
         topology, path = self._groups.topology, str(path)
         host, averaging = self._trainer.strategy, self.averaging
-        state = {
+        state: dict[str, Any] = {
             "engine": engine.state_dict(),
             "requests": dict(self._fit.requests.done_at),
             "averaging": averaging.state_dict() if averaging is not None else None,
@@ -234,13 +245,12 @@ class Checkpointer:
             if self._format.is_sharded
             else list(checkpoint["optimizer_states"]),
             "metrics": metrics_state_dict(self._trainer),
-            "precision": checkpoint.get(type(host.precision_plugin).__qualname__),
-            "loader": checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader"),
         }
         if self._groups.is_alone:
-            self._save_alone(state, path)
+            self._save_alone({**state, "engine": {**state["engine"], "extra_state": {}}}, path)
             return
         with self._groups.waiting(("trainer.save_checkpoint, which all ranks must call",), engine):
+            state = with_entries(state, self._of_ranks(checkpoint), topology)
             saved = write_ranks(path, topology, state, self._layout(), self._settings(), self._advice)
         path = saved.path
         replaced = [other for other, own in self._standing.items() if own and other != path]
@@ -265,6 +275,18 @@ class Checkpointer:
             remove_older()
         self._standing.pop(path, None)
         self._standing[path] = True
+
+    def _of_ranks(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns what may differ between ranks in a checkpoint; see [Note: what a rank gets back]."""
+        left_out = {"optimizer_states"}
+        if self._format.is_sharded:
+            left_out.add("state_dict")
+        for source in (self._trainer.lightning_module, self._trainer.datamodule):
+            if source is not None:
+                left_out.add(source.CHECKPOINT_HYPER_PARAMS_NAME)
+                left_out.add(source.CHECKPOINT_HYPER_PARAMS_KEY)
+                left_out.add(source.CHECKPOINT_HYPER_PARAMS_TYPE)
+        return {key: value for key, value in checkpoint.items() if key not in left_out}
 
     @property
     def _advice(self) -> str:

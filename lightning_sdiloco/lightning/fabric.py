@@ -4,7 +4,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -18,15 +18,15 @@ from typing_extensions import override
 
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine import checkpoint as files
-from lightning_sdiloco.engine.checkpoint import read_own, write_common_file, write_own
+from lightning_sdiloco.engine.checkpoint import read_own, take_up_training, write_common_file, write_own
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
-from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer
-from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs, fix_bucket_order
+from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
+from lightning_sdiloco.lightning.model_format import WholeModel, check_ddp_kwargs, fix_bucket_order, reader_of
 from lightning_sdiloco.lightning.monitor import Announcement
 from lightning_sdiloco.lightning.strategy import GroupStrategy
 
@@ -299,15 +299,42 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
             if self.engine is None or not self._holds_optimizer(state):
                 save(path, state, *args, **kwargs)
                 return
-            own, precision = self.engine.state_dict(), self.precision.state_dict()
-            settings, optimizers = self.engine.settings, self._inner_optimizers
-            saved = write_own(str(path), self.topology, settings, own, optimizers, precision=precision)
+            saved = write_own(
+                str(path),
+                self.topology,
+                self.engine.settings,
+                self.engine.state_dict(),
+                self._inner_optimizers,
+                self._of_ranks(state, *args, **kwargs),
+                precision=self.precision.state_dict(),
+            )
             state = {**state, files.KEY: saved.header}
             write_common_file(saved, self.topology, partial(save, saved.path, state, *args, **kwargs))
             if self.is_global_zero:
                 files.remove_saves(saved.path, saved.older)
         finally:
             self._saves_with_all = False
+
+    def _of_ranks(
+        self, state: dict[str, Any], storage_options: Any = None, filter: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Returns what may differ between ranks in what a user saves: all but what the engine trains."""
+        tree = dict[str, Any]()
+        for name, value in state.items():
+            if any(value is optimizer for optimizer in self._inner_optimizers):
+                continue
+            if isinstance(value, nn.Module):
+                if self.engine is not None and self.engine.is_training(unwrapped(value)):
+                    continue
+                tree[name] = self.get_module_state_dict(value)
+            elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+                tree[name] = value.state_dict()
+            else:
+                tree[name] = value
+            is_kept = (filter or {}).get(name)
+            if is_kept is not None and isinstance(tree[name], dict):
+                tree[name] = {key: entry for key, entry in tree[name].items() if is_kept(key, entry)}
+        return tree
 
     @property
     def _is_alone(self) -> bool:
@@ -323,19 +350,40 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        is_own = self._holds_optimizer(state)
-        remainder = super().load_checkpoint(path, state, *args, **kwargs)
-        header = remainder.pop(files.KEY, None) if state else None
-        if is_own and header is not None:
-            if self.engine is not None:
-                self.engine.close()
-            # Before the random numbers are restored, because it may draw some.
-            engine, settings = self._begin(), self._options.settings
-            own = read_own(str(path), lambda: {files.KEY: header}, self.topology, settings, self._inner_optimizers)
-            engine.load_state_dict(own["engine"])
-            engine.join()
-            self.precision.load_state_dict(dict(own["precision"]))
+        load = super().load_checkpoint
+        if not self._holds_optimizer(state):
+            remainder = load(path, state, *args, **kwargs)
+            if state:
+                remainder.pop(files.KEY, None)
+            return remainder
+        own = dict[str, Any]()
+
+        def read(load_file: Any, *file: Any, **how: Any) -> dict[str, Any]:
+            """Reads the file of rank 0, and puts what this rank saved in place of it."""
+            checkpoint: dict[str, Any] = load_file(*file, **how)
+            if files.KEY in checkpoint:
+                settings, optimizers = self._options.settings, len(self._inner_optimizers)
+                reader = reader_of(load_file, **how)
+                own.update(read_own(str(path), lambda: checkpoint, self.topology, settings, optimizers, reader))
+                del checkpoint[files.KEY]
+            return checkpoint
+
+        with ExitStack() as undo:
+            wrap(undo, self.checkpoint_io, "load_checkpoint", read)
+            remainder = load(path, state, *args, **kwargs)
+        if own:
+            self._resume(own)
         return remainder
+
+    def _resume(self, own: dict[str, Any]) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        # Before the random numbers are restored, because it may draw some.
+        engine = self._begin()
+        take_up_training(own, self._inner_optimizers)
+        engine.load_state_dict(own["engine"])
+        engine.join()
+        self.precision.load_state_dict(dict(own["precision"]))
 
 
 def _warn_of_unfinished(inner_steps: list[int]) -> None:

@@ -84,7 +84,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     # All groups save and stop together, and no batch waits for other groups.
     "ModelCheckpoint": ("on_train_batch_end", "_train_time_interval", "_monitor_candidates", "_save_last_checkpoint"),
     "Timer": ("_check_time_remaining", "_duration"),
-    "CheckpointIO": ("save_checkpoint",),
+    "CheckpointIO": ("save_checkpoint", "load_checkpoint"),
     # Averages are of outer parameters.
     "StochasticWeightAveraging": ("_average_model", "on_train_epoch_start"),
     # The ranks start, connect, and reduce gradients in their worker group.

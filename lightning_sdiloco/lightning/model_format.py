@@ -8,6 +8,7 @@ optimizers come from rank 0. The folder is written beside its final place, and m
 """
 
 import inspect
+import io
 import logging
 import os
 import shutil
@@ -32,6 +33,7 @@ from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, require_backend
 from lightning_sdiloco.engine import checkpoint as files
 from lightning_sdiloco.engine.checkpoint import own_state
+from lightning_sdiloco.engine.per_rank import Read
 from lightning_sdiloco.engine.shards import local, part_of, ranks_of, reshard
 from lightning_sdiloco.lightning.host import wrap
 
@@ -165,6 +167,18 @@ class WholeModel:
     def read(self, host: Any, path: Any, load: Load, *args: Any, **kwargs: Any) -> Checkpoint:
         """Reads what all groups have in common. All ranks must call it."""
         return dict(load(path, *args, **kwargs))
+
+
+def reader_of(load: Load, *args: Any, **kwargs: Any) -> Read:
+    """Returns what reads an object as Lightning reads a checkpoint file when ``load`` gets these arguments."""
+    # Before 2.6 Lightning takes no such argument, and reads any object.
+    default = None if "weights_only" in inspect.signature(load).parameters else False
+    weights_only = kwargs.get("weights_only", args[-1] if args else default)
+
+    def read(data: io.BytesIO) -> Any:
+        return torch.load(data, map_location="cpu", weights_only=weights_only)
+
+    return read
 
 
 def check_ddp_kwargs(ddp_kwargs: Any, *of_lightning: str) -> None:

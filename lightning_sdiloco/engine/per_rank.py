@@ -1,0 +1,245 @@
+"""What a rank holds beside what the engine trains: entries that differ from rank 0's, and extra state of modules.
+
+[Note: entries of a rank] The checkpoint file holds what rank 0 has: schedulers, callbacks, loops, and whatever else a
+user saves. The file of another rank holds the entries in which that rank differs, so that nothing is stored twice. Rank
+0 sends the digests of its entries, and every other rank compares them with its own. An entry is a leaf of nested
+dictionaries.
+
+Tensors, numbers, texts, and lists, tuples and dictionaries of them are stored as they are. They can always be read with
+``weights_only=True``. Any other object is packed: it becomes bytes that only a reader which the caller chooses turns
+into an object again.
+"""
+
+import hashlib
+import io
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_sdiloco.comm.communicator import Communicator
+from lightning_sdiloco.engine.shards import clean_name
+
+Place = tuple[str | int, ...]
+"""The keys that lead to an entry, from the outermost dictionary inwards."""
+
+Read = Callable[[io.BytesIO], Any]
+"""Turns the bytes of a packed object into the object, or raises."""
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+_DEEPEST = 8
+"""How many dictionaries deep entries lie at most. A dictionary that lies there is an entry."""
+
+
+class Entries(NamedTuple):
+    """The entries of a rank; see [Note: entries of a rank]."""
+
+    plain: list[tuple[Place, Any]]
+    packed: list[tuple[Place, Tensor]]
+    missing: list[Place]
+    """The entries of rank 0 that this rank has not."""
+    failures: list[str]
+    """The entries that could not be pickled, and why."""
+
+
+def differing_from_first(tree: Mapping[Any, Any], world: Communicator) -> Entries:
+    """Returns the entries in which this rank differs from rank 0; none on rank 0. All ranks must call it."""
+    # All ranks compute digests at the same time.
+    digests = _digests(tree, _DEEPEST)
+    of_first = world.all_gather_object(digests if world.rank == 0 else None)[0]
+    entries = Entries([], [], [], [])
+    if world.rank:
+        _collect(tree, digests, of_first, (), entries)
+    return entries
+
+
+def entries_of(tree: Mapping[Any, Any]) -> Entries:
+    """Returns all entries of a dictionary."""
+    entries = Entries([], [], [], [])
+    for key, value in tree.items():
+        _store((key,), value, entries)
+    return entries
+
+
+def put(entries: Mapping[str, Any], tree: dict[Any, Any], read: Read, without: Collection[Any] = ()) -> list[str]:
+    """Puts the entries of a rank into what rank 0 saved, except those under some of the outermost keys.
+
+    Returns which entries cannot be read, and why.
+    """
+    failures = list[str]()
+    for place in entries["missing"]:
+        if place[0] not in without:
+            _at(tree, place).pop(place[-1], None)
+    for place, value in entries["plain"]:
+        if place[0] not in without:
+            _at(tree, place)[place[-1]] = value
+    for place, data in entries["packed"]:
+        if place[0] in without:
+            continue
+        try:
+            value = read(io.BytesIO(data.numpy().tobytes()))
+        except Exception as error:
+            failures.append(_failure(place, error))
+        else:
+            _at(tree, place)[place[-1]] = value
+    return failures
+
+
+def read_safely(data: io.BytesIO) -> Any:
+    return torch.load(data, map_location="cpu", weights_only=True)
+
+
+# Extra state of modules
+
+
+def extra_state(model: nn.Module) -> dict[str, Any]:
+    """Returns what the ``state_dict`` of a model holds beside parameters and buffers, such as extra state."""
+    state: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
+    names, tensors = set[str](), set[int]()
+    for name, tensor in _tensors(model):
+        names.add(name)
+        tensors.add(id(tensor))
+    extra = dict[str, Any]()
+    for name, value in state.items():
+        if name not in names and id(value) not in tensors:
+            extra[clean_name(name)] = _copied(value)
+    return extra
+
+
+def load_extra_state(model: nn.Module, extra: Mapping[str, Any]) -> None:
+    """Restores what `extra_state` returned, and nothing else."""
+    if not extra:
+        return
+    current: dict[str, Any] = nn.Module.state_dict(model, keep_vars=True)
+    names = {clean_name(name): name for name in current}
+    state = OrderedDict[str, Any]()
+    for clean, value in extra.items():
+        name = names.get(clean, clean)
+        now = current.get(name)
+        if isinstance(value, Tensor) and isinstance(now, Tensor):
+            value = value.to(now.device)
+        state[name] = value
+    # Modules read their version there.
+    state._metadata = getattr(current, "_metadata", {})  # type: ignore[attr-defined]
+    nn.Module.load_state_dict(model, state, strict=False)
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    try:
+        return deepcopy(value)
+    except Exception:
+        # An object that can only be referred to. Whether it can be saved shows when it is saved.
+        return value
+
+
+# Entries
+
+
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, dict) and all(type(key) in (str, int) for key in value)
+
+
+def _digests(value: Any, depth: int) -> Any:
+    """Returns nested dictionaries with the digest of each entry."""
+    if depth and _is_tree(value):
+        return {key: _digests(entry, depth - 1) for key, entry in value.items()}
+    return _digest(value)
+
+
+def _collect(tree: Any, digests: Mapping[Any, Any], of_first: Mapping[Any, Any], at: Place, entries: Entries) -> None:
+    """Collects the entries of a tree whose digests are not those of rank 0."""
+    entries.missing.extend((*at, key) for key in of_first.keys() - digests.keys())
+    for key, digest in digests.items():
+        first = of_first.get(key)
+        if isinstance(digest, dict) and isinstance(first, dict):
+            _collect(tree[key], digest, first, (*at, key), entries)
+        elif digest is None or digest != first:
+            _store((*at, key), tree[key], entries)
+
+
+def _store(place: Place, value: Any, entries: Entries) -> None:
+    try:
+        if _is_plain(value):
+            entries.plain.append((place, value))
+        else:
+            entries.packed.append((place, _packed(value)))
+    except Exception as error:
+        entries.failures.append(_failure(place, error))
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether an object can always be read with ``weights_only=True``."""
+    kind = type(value)
+    if kind in (dict, OrderedDict):
+        return all(_is_plain(key) and _is_plain(entry) for key, entry in value.items())
+    if kind in (list, tuple):
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or _is_ordinary(value)
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Returns whether an object is a tensor of the most common kind."""
+    is_tensor = type(value) in (Tensor, nn.Parameter)
+    return is_tensor and value.layout == torch.strided and not value.is_quantized and value.device.type != "meta"
+
+
+def _digest(value: Any) -> bytes | None:
+    """Returns a digest of an object, the same for equal objects of the usual kinds; None if it cannot be pickled."""
+    seal = hashlib.sha256()
+    try:
+        _add_to(seal, value)
+    except Exception:
+        return None
+    return seal.digest()
+
+
+def _add_to(seal: Any, value: Any) -> None:
+    kind = type(value)
+    seal.update(kind.__qualname__.encode())
+    if _is_ordinary(value):
+        seal.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        seal.update(value.detach().cpu().resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy())
+    elif kind in _PLAIN:
+        seal.update(repr(value).encode())
+    elif kind in (dict, OrderedDict):
+        seal.update(f"{len(value)}".encode())
+        for pair in value.items():
+            _add_to(seal, pair)
+    elif kind in (list, tuple):
+        seal.update(f"{len(value)}".encode())
+        for part in value:
+            _add_to(seal, part)
+    else:
+        seal.update(_packed(value).numpy())
+
+
+def _packed(value: Any) -> Tensor:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def _at(tree: dict[Any, Any], place: Place) -> dict[Any, Any]:
+    """Returns the dictionary that holds an entry."""
+    for key in place[:-1]:
+        inside = tree.get(key)
+        if not isinstance(inside, dict):
+            inside = tree[key] = {}
+        tree = inside
+    return tree
+
+
+def _failure(place: Place, error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    return f"{'.'.join(map(str, place))} ({type(error).__name__}: {reason})"
