@@ -586,7 +586,7 @@ class StreamingDiLoCo:
             self._cut(self.fragments)
         self.rounds.load_records(state)
         # First, because hooks of a module may restore parameters with its extra state.
-        load_extra_state(self.model, state.get("extra_state", {}))
+        load_extra_state(self.model, state["extra_state"])
         self.view.load_local(LocalValues(**state["local"]))
         self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
