@@ -57,6 +57,7 @@ from lightning_sdiloco.engine.start import (
     topology_for,
 )
 from lightning_sdiloco.engine.untrained import first_own
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 _log = logging.getLogger(__name__)
 
@@ -186,11 +187,13 @@ class StreamingDiLoCo:
         self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
-        parts, device = agreed_fragments(self.model, self.settings, self.topology, is_site=federation is not None)
+        is_site = federation is not None
+        copies = WeightCopies(inner_optimizers)
+        parts, device = agreed_fragments(self.model, self.settings, self.topology, copies, is_site=is_site)
         say_what_averages_twice(inner_optimizers, self.settings, self.topology)
         background = (self.topology.background or ThreadBackground)(device)
         storage = storage_for(device, given.outer.offload)
-        self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers)
+        self.rounds = Rounds(self.model, self.topology, storage, background, inner_optimizers, copies)
         self.link = self.rounds.link
         self._cut(parts)
         say_what_trains_little(self.rounds.outer_optimizer, self.topology)
@@ -214,7 +217,8 @@ class StreamingDiLoCo:
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self.rounds.cut(fragments, self.settings)
-        self.view = OuterView(self.model, self.rounds.fragments, self.topology.in_group, self.rounds.storage)
+        rounds = self.rounds
+        self.view = OuterView(self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies)
 
     def diagnose(self, diagnoses: bool = True) -> None:
         """Sets whether landings say how far the groups agree. All ranks must call it alike, before the first step."""
@@ -332,6 +336,7 @@ class StreamingDiLoCo:
         self.rounds.require_coverage()
         # What a longer run would continue from replaces the gradients, which are no longer needed.
         self.model.zero_grad()
+        self.rounds.copies.leave()
         self._unfinished = self.state_dict()
         return self._counted(self.loop.land_all(self.inner_steps))
 
@@ -515,7 +520,9 @@ class StreamingDiLoCo:
                     broadcast(tensor, self.topology)
                 fragment.untrained.take_local()
             fragment.take_as_outer(chosen)
-        self.view.keep(names)
+        self.view.keep(chosen)
+        if names is None:
+            self.view.keep_untrained()
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of what the groups hold now, as `finish` would take it. Does not change training.
@@ -566,6 +573,7 @@ class StreamingDiLoCo:
             "warmup_steps": self.settings.warmup_steps,
             "local": self.view.local_values(),
             "extra_state": extra_state(self.model),
+            **self.rounds.copies.state_dict(),
             **self.loop.state_dict(),
             **self.rounds.records(),
         }
@@ -588,6 +596,7 @@ class StreamingDiLoCo:
         # First, because hooks of a module may restore parameters with its extra state.
         load_extra_state(self.model, state["extra_state"])
         self.view.load_local(LocalValues(**state["local"]))
+        self.rounds.copies.load_state_dict(state)
         self.loop.load_state_dict(state)
         self._absences.load_state_dict(state)
         self._counts = Counts(**state["counts"])
@@ -615,7 +624,7 @@ class StreamingDiLoCo:
         self._counts = Counts(**restart.counts)
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
         self.rounds.begin(NamedOuter(landed, restart.untrained), self.inner_steps)
-        self.view.write_outer()
+        self.view.write_outer(stays=True)
 
     @torch.no_grad()
     def choose(self, settings: Settings) -> None:

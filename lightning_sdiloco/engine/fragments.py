@@ -365,10 +365,13 @@ class FragmentState:
         """Gathers the outer parameters, flat, as far as this rank holds the fragment. In-group collective."""
         return self.layout.all_gather(self.storage.load(self.outer.values), group)
 
-    def write_outer(self, group: Communicator) -> Tensor:
-        """Writes outer parameters and buffers into the model. In-group collective."""
+    def write_outer(self, group: Communicator, *, stays: bool = False) -> Tensor:
+        """Writes outer parameters and buffers into the model, for good if that ``stays``. In-group collective."""
         gathered = self.gathered(group)
-        self.layout.write(gathered)
+        if stays:
+            self.layout.settle(gathered)
+        else:
+            self.layout.write(gathered)
         self.untrained.write()
         return gathered
 

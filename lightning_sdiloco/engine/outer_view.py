@@ -24,6 +24,7 @@ from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterStorage
 from lightning_sdiloco.engine.shards import digest, reshard
 from lightning_sdiloco.engine.untrained import Place, buffer_places
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 class GroupMean(NamedTuple):
@@ -46,15 +47,23 @@ class OuterView:
     """Shows outer parameters and untrained state in the model, and puts the local ones back."""
 
     def __init__(
-        self, model: nn.Module, fragments: Sequence[FragmentState], in_group: Communicator, storage: OuterStorage
+        self,
+        model: nn.Module,
+        fragments: Sequence[FragmentState],
+        in_group: Communicator,
+        storage: OuterStorage,
+        copies: WeightCopies,
     ) -> None:
         self._model = model
         self._fragments = fragments
         self._in_group = in_group
         self._storage = storage
+        self._copies = copies
         self._stash: LocalValues | None = None
         # Digests of what was put into the model: of the parameters by name, and of untrained state.
         self._shown: dict[str, int] = {}
+        # Parameters that stay as they are when the local values come back.
+        self._kept = set[str]()
         self.final: list[Tensor] | None = None
 
     @contextmanager
@@ -86,6 +95,7 @@ class OuterView:
             for fragment, gathered, untrained in zip(self._fragments, mean.gathered, mean.untrained, strict=True):
                 fragment.write(gathered, untrained)
         self.write_untrained(own)
+        self._copies.hide()
         self._shown = self._digests()
 
     def rewritten(self) -> dict[str, int]:
@@ -107,17 +117,33 @@ class OuterView:
         for fragment in self._fragments:
             fragment.untrained.note_rewritten(rewritten)
         self._stash = None
+        self._copies.show()
+        self._renew_copies(self._kept)
+        self._kept = set()
 
     @torch.no_grad()
-    def keep(self, names: Collection[str] | None) -> None:
-        """Makes what the model shows of some parameters local values, too; None: all that it shows."""
-        if self._stash is None or names is None:
-            self._stash = None
+    def keep(self, names: Collection[str]) -> None:
+        """Makes what the model holds of some parameters the local values for good, also if the outer model is shown."""
+        if self._stash is None:
+            self._renew_copies(names)
             return
         order = [name for fragment in self._fragments for name in fragment.layout.names]
         for index, (name, parameter) in enumerate(zip(order, self._parameters(), strict=True)):
             if name in names:
                 self._stash.parameters[index] = self._storage.store_copy(parameter)
+        self._kept |= set(names)
+
+    def keep_untrained(self) -> None:
+        """Makes the untrained state that travels, as the model holds it, the local one for good."""
+        if self._stash is not None:
+            for fragment in self._fragments:
+                for name in fragment.untrained.names:
+                    self._stash.untrained.pop(name, None)
+
+    def _renew_copies(self, names: Collection[str]) -> None:
+        """Makes the copies that inner optimizers keep of some parameters what these are now."""
+        for fragment in self._fragments:
+            fragment.layout.renew_copies(names)
 
     def _digests(self) -> dict[str, int]:
         digests = dict[str, int]()
@@ -145,11 +171,11 @@ class OuterView:
             self.load_local(shown)
 
     @torch.no_grad()
-    def write_outer(self) -> None:
-        """Overwrites the local values with the outer ones, one fragment after the other. In-group collective."""
+    def write_outer(self, *, stays: bool = False) -> None:
+        """Overwrites the local values with the outer ones, for good if that ``stays``. In-group collective."""
         reshard(self._model)
         for fragment in self._fragments:
-            fragment.write_outer(self._in_group)
+            fragment.write_outer(self._in_group, stays=stays)
 
     @torch.no_grad()
     def end(self) -> None:
@@ -159,6 +185,7 @@ class OuterView:
             gathered = fragment.write_outer(self._in_group)
             # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
             self.final.append(fragment.outer.values if self._in_group.size == 1 else gathered.cpu())
+        self._copies.end()
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:

@@ -38,8 +38,9 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules
+from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules, trainable
 from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import SparePages
 
 Received = TypeVar("Received")
@@ -106,9 +107,11 @@ class Rounds:
         storage: OuterStorage,
         background: Background,
         inner_optimizers: Sequence[Optimizer],
+        copies: WeightCopies,
     ) -> None:
         self.model, self.storage, self.background = model, storage, background
         self.inner_optimizers, self.link = inner_optimizers, LinkRate()
+        self.copies = copies
         # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
@@ -127,6 +130,9 @@ class Rounds:
         self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
         self._codec, self._shares = settings.codec, settings.shares
         self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
+        self.copies.watch(trainable(self.model))
+        for fragment in self.fragments:
+            fragment.layout.copies_of = self.copies.of
         # The last inner step in which gradients were launched, and how often.
         self._gradients_at = self._gradients = 0
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
@@ -299,7 +305,7 @@ class Rounds:
             if fragment.index == landed:
                 fragment.untrained.recover()
             elif not is_finite:
-                fragment.write_outer(in_group)
+                fragment.write_outer(in_group, stays=True)
             else:
                 continue
             parameters = fragment.layout.parameters

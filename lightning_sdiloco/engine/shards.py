@@ -5,7 +5,8 @@ They are recognised by their attributes, so that nothing is imported where there
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -341,6 +342,8 @@ class FragmentLayout(ABC):
     def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], pieces: Sequence[slice]) -> None:
         self.names = tuple(names)
         self.parameters = list(parameters)
+        # Finds what optimizers keep as copies of a parameter, which has to change with it; set by `Rounds.cut`.
+        self.copies_of: Callable[[Tensor], Sequence[Tensor]] = _no_copies
         self._held: Callable[[Tensor], Tensor] = local if any(map(is_sharded, parameters)) else Tensor.detach
         self._shapes = [held.shape for held in self.held]
         self._numels = [shape.numel() for shape in self._shapes]
@@ -431,15 +434,40 @@ class FragmentLayout(ABC):
         for parameter, values in zip(self.held, self.split(gathered), strict=True):
             parameter.copy_(values)
 
+    def settle(self, gathered: Tensor) -> None:
+        """Writes values that stay: what optimizers keep as copies of the parameters becomes them, too."""
+        self.write(gathered)
+        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
+            for copy in self.copies_of(parameter):
+                copy.view(values.shape).copy_(values)
+
+    def renew_copies(self, names: Collection[str]) -> None:
+        """Makes what optimizers keep as copies of some parameters what these are now."""
+        for name, parameter, held in zip(self.names, self.parameters, self.held, strict=True):
+            if name in names:
+                for copy in self.copies_of(parameter):
+                    copy.view(held.shape).copy_(held)
+
     def land(self, rule: LandingRule, gathered: Sequence[Tensor], steps: int) -> None:
-        for parameter, *values in zip(self.held, *map(self.split, gathered), strict=True):
-            dtype = torch.promote_types(parameter.dtype, torch.float32)
-            if parameter.dtype == dtype:
-                rule.merge(parameter, values, steps)
-            else:
-                merged = parameter.to(dtype)
+        for parameter, held, *values in zip(self.parameters, self.held, *map(self.split, gathered), strict=True):
+            with self._changed(parameter, held) as merged:
                 rule.merge(merged, values, steps)
-                parameter.copy_(merged)
+
+    @contextmanager
+    def _changed(self, parameter: Tensor, held: Tensor) -> Iterator[Tensor]:
+        """Yields what is held of a parameter, in at least float32, to be changed; copies of it change by as much."""
+        dtype = torch.promote_types(held.dtype, torch.float32)
+        copies = self.copies_of(parameter)
+        if held.dtype == dtype and not copies:
+            yield held
+            return
+        changed = held.to(dtype, copy=True)
+        yield changed
+        for copy in copies:
+            moved = copy.view(held.shape) + (changed - held)
+            # What is not finite takes what the parameter becomes.
+            copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
+        held.copy_(changed)
 
     def write_gradients(self, gathered: Tensor) -> None:
         """Overwrites the gradients. A parameter without one gets one unless that is zero."""
@@ -453,21 +481,23 @@ class FragmentLayout(ABC):
                 parameter.grad = like(parameter, values.to(parameter.dtype))
 
     def shift(self, moved: Tensor) -> None:
-        for parameter, by in zip(self.held, self.split(moved), strict=True):
-            if parameter.dtype == by.dtype:
-                parameter.add_(by)
-            else:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                parameter.copy_(parameter.to(dtype) + by.to(dtype))
+        for parameter, held, by in zip(self.parameters, self.held, self.split(moved), strict=True):
+            with self._changed(parameter, held) as shifted:
+                shifted.add_(by)
 
     def write_named(self, values: Mapping[str, Tensor]) -> None:
         """Overwrites some parameters with flat vectors, by name. Not for sharded parameters."""
-        for name, parameter in zip(self.names, self.held, strict=True):
+        for name, parameter, held in zip(self.names, self.parameters, self.held, strict=True):
             if name in values:
-                parameter.copy_(values[name].view(parameter.shape))
+                with self._changed(parameter, held) as changed:
+                    changed.copy_(values[name].view(held.shape))
 
     def is_finite(self) -> bool:
         return all(bool(parameter.isfinite().all()) for parameter in self.held)
+
+
+def _no_copies(parameter: Tensor) -> Sequence[Tensor]:
+    return ()
 
 
 class WholeLayout(FragmentLayout):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -12,6 +13,8 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.flight import InlineBackground
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.outer_view import GroupMean
+from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
 def simulated_topologies(groups: int) -> list[Topology]:
@@ -56,11 +59,9 @@ class SimulatedGroups:
         if not models:
             raise ValueError("models is empty. Give one model for each simulated worker group.")
         _require_own_parameters(models)
-        state = models[0].state_dict()
-        for model in models[1:]:
-            model.load_state_dict(state)
         optimizers = inner_optimizers or [()] * len(models)
         _require_own_state(optimizers)
+        _start_from_first(models, optimizers)
         self.engines = [
             StreamingDiLoCo(model, topology=topology, inner_optimizers=own, **settings)
             for model, own, topology in zip(models, optimizers, simulated_topologies(len(models)), strict=True)
@@ -135,6 +136,21 @@ def _require_own_parameters(models: Sequence[nn.Module]) -> None:
                     f"The models of groups {owner} and {group} share the parameter {name!r}, so each would train the"
                     " other's. Give each group a model of its own, such as copy.deepcopy(model)."
                 )
+
+
+@torch.no_grad()
+def _start_from_first(models: Sequence[nn.Module], optimizers: Sequence[Sequence[Optimizer]]) -> None:
+    """Gives all groups the model of the first, and its optimizers' copies of the weights where models differed."""
+    state = models[0].state_dict()
+    first = WeightCopies(optimizers[0])
+    first.watch(trainable(models[0]))
+    for model, of_group in zip(models[1:], optimizers[1:], strict=True):
+        differs = any(not torch.equal(mine, state[name]) for name, mine in model.state_dict().items())
+        model.load_state_dict(state)
+        if differs:
+            copies = WeightCopies(of_group)
+            copies.watch(trainable(model))
+            copies.take(first)
 
 
 def _require_own_state(groups: Sequence[Sequence[Optimizer]]) -> None:

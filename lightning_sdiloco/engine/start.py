@@ -43,6 +43,7 @@ from lightning_sdiloco.engine.shards import (
     trainable,
 )
 from lightning_sdiloco.engine.untrained import default_kinds, untrained_places
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.launch.rendezvous import launched_processes
 
 _log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ def default_topology(worker_groups: int | str, timeout: timedelta, on_device: De
 
 @torch.no_grad()
 def agreed_fragments(
-    model: nn.Module, settings: Settings, topology: Topology, *, is_site: bool = False
+    model: nn.Module, settings: Settings, topology: Topology, copies: WeightCopies, *, is_site: bool = False
 ) -> tuple[tuple[Fragment, ...], torch.device]:
     """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it."""
     require_same_settings(settings.described(), topology.world)
@@ -147,7 +148,9 @@ def agreed_fragments(
     partition = cut(model, settings)
     device = next(iter(trainable(model).values())).device
     _say_what_is_unusual(partition, settings, topology, is_site)
-    align_model(model, topology)
+    copies.watch(trainable(model))
+    if align_model(model, topology):
+        copies.align(topology)
     return partition.fragments, device
 
 
@@ -329,11 +332,13 @@ def _listed(ranks: list[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def align_model(model: nn.Module, topology: Topology) -> None:
-    """Gives all groups the parameters and buffers of the first, unless they are the same already. All must call it."""
-    if not is_aligned(model, topology):
+def align_model(model: nn.Module, topology: Topology) -> bool:
+    """Gives all groups the parameters and buffers of the first, and returns whether they differed. All must call it."""
+    differed = not is_aligned(model, topology)
+    if differed:
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor, topology)
+    return differed
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:

@@ -529,7 +529,7 @@ class FederatedWorld:
         self._rounds.reshard()
         for index in fragments:
             fragment = self._rounds.fragments[index]
-            fragment.write_outer(self._topology.in_group)
+            fragment.write_outer(self._topology.in_group, stays=True)
             # What the compression remembers is of launches of another incarnation, or of none.
             fragment.memory = fragment.tuning = None
 

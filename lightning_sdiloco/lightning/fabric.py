@@ -23,6 +23,7 @@ from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.shards import unwrapped
 from lightning_sdiloco.engine.start import align_model, require_same_model
+from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.lightning.evaluation import ShownModel
 from lightning_sdiloco.lightning.fit import samples_in
 from lightning_sdiloco.lightning.host import FABRIC, check_without_trainer, wrap
@@ -179,6 +180,11 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._inner_optimizers.append(optimizer)
+        # Made before the model took the values of rank 0, it may hold copies of others.
+        copies = WeightCopies([optimizer])
+        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copies.watch({str(index): parameter for index, parameter in enumerate(members)})
+        copies.align(self.topology)
         return super().setup_optimizer(optimizer)
 
     # Training

@@ -1,0 +1,577 @@
+"""Copies of the weights that inner optimizers keep: which there are, and what becomes of them when weights change.
+
+[Note: copies of the weights] Some optimizers step on a copy of the weights and then write the parameters from it: the
+float32 masters of bfloat16 parameters, z of schedule-free optimizers, the slow weights of Lookahead. The next step
+would throw away what a landing wrote into the parameters alone. So a landing moves the copies by as much as the
+parameters, in float32. For a schedule-free optimizer, which trains on y = (1 - beta) z + beta x, that moves x by as
+much, too. Where parameters are overwritten for good, with the outer ones, the copies become these.
+
+They are recognised by what the optimizer does, since no values tell: z differs from the parameter after one step. A new
+optimizer of the same class and settings trains a few small tensors twice, with the same gradients; in the second run
+the tensors are shifted after two steps. If the shift shrinks, there is a copy. If a shift of an entry of the state
+with similar values comes out in the tensors, that entry is one. All shifts together must come out whole, or moving
+these entries is not enough and the optimizer is refused. The learning rate is tiny and weight decay off, so nothing
+else changes a shift.
+
+While the outer model is shown, a schedule-free optimizer's ``eval()`` and ``train()`` would mix each group's z into it.
+So the entries refer to the shown parameters meanwhile: whatever is interpolated with itself stays. After the end of
+training they are new tensors with the final parameters, from which another training may start.
+"""
+
+import inspect
+import logging
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.shards import digest, is_sharded, local
+
+_log = logging.getLogger(__name__)
+
+_ATTRIBUTE = "weight_copies"
+_MODE = "train_mode"
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+# Long enough for slow weights that are updated every 30 steps.
+_STEPS_BEFORE, _STEPS_AFTER = 2, 32
+_TINY_RATE = 1e-6
+# Beyond this the small tensors have been trained in spite of the rate, and a difference says nothing.
+_FARTHEST = 0.02
+# Other values in the state, such as moments, are further from the parameters.
+_NEAR = 0.05
+# How far what comes out of a shift by 1 may be rounded, in float32 and where parameters are shorter.
+_TOLERANCE, _TOLERANCE_OF_SHORT = 2e-3, 3e-2
+
+
+class WeightCopies:
+    """Finds the copies that inner optimizers keep of parameters; see [Note: copies of the weights].
+
+    Raises:
+        ValueError: If an optimizer keeps a copy that is not in its state.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._names = {id(optimizer): names for optimizer in optimizers if (names := copies_in(optimizer))}
+        self._keepers = [optimizer for optimizer in optimizers if id(optimizer) in self._names]
+        # The parameters of the fragments, by name.
+        self._parameters: Mapping[str, Tensor] = {}
+        # What was in the state in place of the stand-ins, while there are some, and in which modes optimizers were.
+        self._hidden: list[_Copy] = []
+        self._modes_before: list[bool] = []
+        # Whether training has ended: copies stay as they are, for a longer run.
+        self._has_ended = False
+        # Whether an entry of every name that a user gave has been found.
+        self._is_checked = False
+
+    def watch(self, parameters: Mapping[str, Tensor]) -> None:
+        """Takes the parameters of the fragments, by name."""
+        self._parameters = parameters
+
+    def of(self, parameter: Tensor) -> list[Tensor]:
+        """Returns what this rank holds of the copies that follow a parameter."""
+        if not self._keepers or self._has_ended:
+            return []
+        self._check_names()
+        return [local(copy.tensor) for copy in self._copies_of("", parameter)]
+
+    # While another model is shown, and after the end
+
+    def hide(self) -> None:
+        """Lets optimizers that switch between two weights see the parameters themselves in place of their copies."""
+        self._modes_before = [holder[_MODE] for holder in self._with_modes()]
+        self._hidden = [copy for copy in self._all() if copy.is_switched]
+        for copy in self._hidden:
+            copy.state[copy.key] = copy.like(copy.parameter.detach())
+
+    def show(self) -> None:
+        """Puts the copies back. Optimizers are again in the mode from before, unless they were switched to training."""
+        for copy in self._hidden:
+            copy.state[copy.key] = copy.tensor
+        self._hidden = []
+        modes = [holder[_MODE] for holder in self._with_modes()]
+        self._set_modes(self._modes_before)
+        if any(now and not before for now, before in zip(modes, self._modes_before, strict=True)):
+            for part in self._parts():
+                if callable(getattr(part, "train", None)):
+                    part.train()
+
+    def leave(self) -> None:
+        """Leaves the copies as they are, for a longer run, before the last landings."""
+        self._has_ended = True
+
+    def end(self) -> None:
+        """Replaces the copies with the final parameters."""
+        self._hidden = list(self._all())
+        for copy in self._hidden:
+            copy.state[copy.key] = copy.like(copy.parameter.detach()).clone()
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns modes, and the copies that an optimizer does not restore.
+
+        Others are in their place while a model is shown, and torch casts state to the type of the parameter.
+        """
+        if not self._keepers:
+            return {}
+        is_shown = bool(self._hidden)
+        values: dict[str, dict[str, Tensor]] = {}
+        for copy in self._hidden or self._all():
+            if is_shown or self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
+                values.setdefault(copy.name, {})[copy.key] = local(copy.tensor).to("cpu")
+        modes = self._modes_before if is_shown else [holder[_MODE] for holder in self._with_modes()]
+        return {"weight_copies": {"modes": list(modes), "values": values}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned, after the state of the optimizers."""
+        saved = state.get("weight_copies")
+        if saved is None or not self._keepers:
+            return
+        for copy in self._all():
+            values = saved["values"].get(copy.name, {}).get(copy.key)
+            if values is not None:
+                if values.dtype != copy.tensor.dtype:
+                    copy.state[copy.key] = copy.tensor.to(values.dtype)
+                local(copy.state[copy.key]).copy_(values)
+        if len(saved["modes"]) == len(list(self._with_modes())):
+            self._set_modes(saved["modes"])
+
+    def align(self, topology: Topology) -> None:
+        """Gives all ranks the copies of rank 0, whose parameters they have just taken. All ranks must call it.
+
+        Optimizers that copy the weights when they are made have copies of the values from before.
+        """
+        if not self._keepers:
+            return
+        copies = {f"{copy.name} {copy.key}": copy.tensor for copy in self._all()}
+        digests = {name: digest(local(tensor)) for name, tensor in copies.items()}
+        ranks = topology.world.all_gather_object(digests)
+        for name in ranks[0]:
+            held = [rank.get(name) for rank in ranks]
+            if None not in held and len(set(held)) > 1:
+                group = topology.peers if is_sharded(copies[name]) else topology.world
+                group.broadcast(local(copies[name]))
+
+    def take(self, others: "WeightCopies") -> None:
+        """Takes the copies of another worker group, of the same optimizers."""
+        values = {(copy.name, copy.key): copy.tensor for copy in others._all()}
+        for copy in self._all():
+            if (copy.name, copy.key) in values:
+                local(copy.tensor).copy_(local(values[copy.name, copy.key]))
+
+    # Where they are
+
+    def _all(self) -> "Iterator[_Copy]":
+        if self._keepers:
+            for name, parameter in self._parameters.items():
+                yield from self._copies_of(name, parameter)
+
+    def _copies_of(self, name: str, parameter: Tensor) -> "Iterator[_Copy]":
+        for optimizer in self._keepers:
+            is_switched = any(callable(getattr(part, "eval", None)) for part in parts_of(optimizer))
+            for state in _states_of(optimizer, parameter):
+                for key in self._names[id(optimizer)]:
+                    if isinstance(state.get(key), Tensor):
+                        yield _Copy(name, parameter, state, key, state[key], is_switched)
+
+    def _check_names(self) -> None:
+        """Refuses a name that no parameter's state has, once there is a state."""
+        if self._is_checked:
+            return
+        for optimizer in self._keepers:
+            states = [state for p in self._parameters.values() for state in _states_of(optimizer, p)]
+            keys = sorted({str(key) for state in states for key in state})
+            missing = [name for name in self._names[id(optimizer)] if name not in keys]
+            if states and missing:
+                raise ValueError(
+                    f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in the state of no"
+                    f" parameter: there are {keys}. Give the names of the entries that are copies of the weights."
+                )
+            self._is_checked = bool(states)
+
+    def _with_modes(self) -> Iterator[dict[str, Any]]:
+        """Yields where the optimizers note whether they are in training mode: in groups, or in an attribute."""
+        for part in self._parts():
+            for holder in (*part.param_groups, vars(part)):
+                if isinstance(holder.get(_MODE), bool):
+                    yield holder
+
+    def _parts(self) -> list[Any]:
+        return [part for optimizer in self._keepers for part in parts_of(optimizer)]
+
+    def _set_modes(self, modes: Sequence[bool]) -> None:
+        for holder, mode in zip(self._with_modes(), modes, strict=True):
+            holder[_MODE] = mode
+
+
+class _Copy(NamedTuple):
+    name: str
+    parameter: Tensor
+    state: dict[str, Any]
+    key: str
+    tensor: Tensor
+    is_switched: bool
+    """Whether the optimizer has ``eval()`` and ``train()``, which write to the parameters."""
+
+    def like(self, values: Tensor) -> Tensor:
+        """Returns values of the parameter as this copy holds them: itself where it has the same type."""
+        held = values if is_sharded(self.tensor) else local(values)
+        return held.to(self.tensor.dtype)
+
+
+def parts_of(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and those that it holds, such as the one that it wraps."""
+    found = [optimizer]
+    for part in found:
+        for value in vars(part).values():
+            members = value if isinstance(value, (list, tuple)) else [value]
+            found += [one for one in members if is_optimizer(one) and all(one is not known for known in found)]
+    return found
+
+
+def is_optimizer(value: Any) -> bool:
+    """Returns whether a value is an optimizer, or has what Lightning asks of one."""
+    is_one = isinstance(value, Optimizer)
+    return is_one or all(hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad"))
+
+
+def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
+    """Returns all that an optimizer and its parts keep of a parameter. They may share it."""
+    states: dict[int, dict[str, Any]] = {}
+    for part in parts_of(optimizer):
+        state = part.state.get(parameter)
+        if state:
+            states[id(state)] = state
+    return list(states.values())
+
+
+# Which optimizers keep copies
+
+
+def copies_in(optimizer: Any) -> tuple[str, ...]:
+    """Returns which entries of the state of a parameter are copies of it; see [Note: copies of the weights].
+
+    Raises:
+        ValueError: If there is a copy that is not in the state.
+    """
+    named = getattr(optimizer, _ATTRIBUTE, None)
+    if named is not None:
+        return (named,) if isinstance(named, str) else tuple(named)
+    # None of torch's own keeps a copy from which it trains.
+    if type(optimizer).__module__.startswith("torch.optim.") or not is_optimizer(optimizer):
+        return ()
+    found = _known(optimizer)
+    if found is None:
+        inside = [copies_in(part) for part in parts_of(optimizer)[1:]]
+        return tuple(dict.fromkeys(name for names in inside for name in names))
+    if found.is_elsewhere:
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would throw away what"
+            " lands, and the entries of optimizer.state[parameter] do not explain it. If it keeps float32 weights for"
+            " parameters of lower precision, train float32 parameters with precision='bf16-mixed' and the plain"
+            " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the entries that are copies:"
+            f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
+        )
+    return found.names
+
+
+class _Found(NamedTuple):
+    names: tuple[str, ...] = ()
+    is_elsewhere: bool = False
+
+
+class _Small(NamedTuple):
+    """Describes a small tensor that stands for parameters of a group."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def initial(self) -> Tensor:
+        count = torch.Size(self.shape).numel()
+        values = torch.linspace(-0.5, 0.4, count, device=self.device)
+        return values.view(self.shape).to(self.dtype)
+
+    def gradient(self) -> Tensor:
+        count = torch.Size(self.shape).numel()
+        values = torch.cos(2 * torch.arange(count, device=self.device) + 0.5)
+        return values.view(self.shape).to(self.dtype)
+
+
+@dataclass
+class _Recipe:
+    """Says how to make an optimizer of the same class and settings for small tensors."""
+
+    kind: type
+    arguments: dict[str, Any]
+    groups: list[dict[str, Any]]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether all parameters have at least the precision of float32."""
+        return all(small.dtype.itemsize >= 4 for group in self.groups for small in group["params"])
+
+    def in_float32(self) -> "_Recipe":
+        groups = []
+        for group in self.groups:
+            smalls = [small._replace(dtype=torch.float32) for small in group["params"]]
+            groups.append({**group, "params": smalls})
+        return _Recipe(self.kind, self.arguments, groups)
+
+    def build(self) -> "_Twin":
+        parameters: list[Tensor] = []
+        gradients: list[Tensor] = []
+        groups = []
+        for group in self.groups:
+            smalls = group["params"]
+            members = [torch.nn.Parameter(small.initial()) for small in smalls]
+            groups.append({**group, "params": members})
+            parameters += members
+            gradients += [small.gradient() for small in smalls]
+        optimizer = self._make(groups)
+        for group in optimizer.param_groups:
+            for name, value in (("lr", _TINY_RATE), ("weight_decay", 0.0)):
+                if isinstance(group.get(name), Tensor):
+                    group[name] = torch.full_like(group[name], value)
+                elif isinstance(group.get(name), (int, float)):
+                    group[name] = value
+        for part in parts_of(optimizer):
+            if callable(getattr(part, "train", None)):
+                part.train()
+        takes_closure = "closure" in inspect.signature(optimizer.step).parameters
+        return _Twin(optimizer, parameters, gradients, takes_closure)
+
+    def _make(self, groups: list[dict[str, Any]]) -> Any:
+        arguments = {}
+        for name, value in self.arguments.items():
+            if isinstance(value, _Recipe):
+                value = value._make(groups)
+            arguments[name] = groups if value is _GROUPS else value
+        return self.kind(**arguments)
+
+
+_GROUPS = object()
+"""Stands for the groups of parameters among the arguments of a constructor."""
+
+
+class _Twin(NamedTuple):
+    """An optimizer of small tensors."""
+
+    optimizer: Any
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    takes_closure: bool
+
+    def step(self) -> None:
+        def closure() -> Tensor:
+            losses = []
+            for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+                parameter.grad = gradient.clone()
+                losses.append((parameter.detach().double() * gradient.double()).sum())
+            return torch.stack(losses).sum()
+
+        closure()
+        if self.takes_closure:
+            self.optimizer.step(closure)
+        else:
+            self.optimizer.step()
+
+    def entries(self) -> dict[str, list[Tensor]]:
+        """Returns what is in the state in the shape of the parameters, by name."""
+        found: dict[str, list[Tensor]] = {}
+        for parameter in self.parameters:
+            for state in _states_of(self.optimizer, parameter):
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
+                        found.setdefault(key, []).append(value)
+        return found
+
+    def similar_entries(self) -> list[str]:
+        """Returns the names of the entries that have about the values of the parameters, as copies of them have."""
+        similar = []
+        for name, values in self.entries().items():
+            pairs = zip(self.parameters, values, strict=False)
+            if all(bool(((parameter - value).abs() < _NEAR).all()) for parameter, value in pairs):
+                similar.append(name)
+        return similar
+
+    def values(self) -> Tensor:
+        return torch.cat([parameter.detach().double().flatten() for parameter in self.parameters])
+
+
+_by_recipe: dict[tuple[type, str], _Found | None] = {}
+"""What has been found out of optimizers of a class and settings."""
+
+
+def _known(optimizer: Any) -> _Found | None:
+    """Finds out which copies an optimizer keeps; None if no small one can be made or played with."""
+    try:
+        recipe = _recipe_for(optimizer)
+    except _UnknownArgumentError as error:
+        _log.debug("Whether %s keeps a copy of the weights is not known: %s", type(optimizer).__name__, error)
+        return None
+    key = recipe.kind, repr(recipe)
+    if key not in _by_recipe:
+        _by_recipe[key] = _found_in(recipe)
+    return _by_recipe[key]
+
+
+def _found_in(recipe: _Recipe) -> _Found | None:
+    devices = {small.device for group in recipe.groups for small in group["params"]}
+    on_device = [device for device in devices if device.type != "cpu"]
+    kind = on_device[0].type if on_device else "cuda"
+    python_state = random.getstate()
+    try:
+        with (
+            torch.random.fork_rng(on_device, device_type=kind),
+            warnings.catch_warnings(),
+            torch.inference_mode(False),
+        ):
+            warnings.simplefilter("ignore")
+            return _play(recipe)
+    # Optimizers of others may raise anything when they train what they were not made for.
+    except Exception as error:
+        _log.debug("Whether %s keeps a copy of the weights is not known: %r", recipe.kind.__name__, error)
+        return None
+    finally:
+        random.setstate(python_state)
+
+
+def _play(recipe: _Recipe) -> _Found | None:
+    tolerance = _TOLERANCE if recipe.is_exact else _TOLERANCE_OF_SHORT
+    short = recipe.build()
+    initial = short.values()
+    for _ in range(_STEPS_BEFORE):
+        short.step()
+    if _is_far(short.values(), initial):
+        return None
+    plain = _trained(recipe, None)
+    if _is_far(plain, initial):
+        return None if recipe.is_exact else _play(recipe.in_float32())
+
+    def left_of(shifted: str) -> Tensor:
+        """Returns how much of a shift by 1 comes out in every value."""
+        return _trained(recipe, shifted) - plain
+
+    left = left_of("")
+    if bool(((left - 1).abs() <= tolerance).all()):
+        return _Found()
+    if bool((left > 1 + tolerance).any()):
+        # The optimizer steps by values of the parameters.
+        return None
+    shares = {name: left_of(name) for name in short.similar_entries()}
+    copies = {name: share for name, share in shares.items() if bool((share.abs() > tolerance).any())}
+    together = left + sum(copies.values())
+    is_whole = bool(((together - 1).abs() <= tolerance * (1 + len(copies))).all())
+    if copies and is_whole:
+        return _Found(tuple(copies))
+    # What is interpolated again and again is rounded again and again.
+    return _Found(is_elsewhere=True) if recipe.is_exact else _named_in_float32(recipe)
+
+
+def _named_in_float32(recipe: _Recipe) -> _Found | None:
+    """Finds out which copies an optimizer keeps of float32 parameters, where it keeps some of shorter ones."""
+    found = _play(recipe.in_float32())
+    return found if found is not None and found.names else _Found(is_elsewhere=True)
+
+
+def _is_far(values: Tensor, initial: Tensor) -> bool:
+    return not bool(((values - initial).abs() < _FARTHEST).all())
+
+
+def _trained(recipe: _Recipe, shifted: str | None) -> Tensor:
+    """Trains small tensors, in which those that are named are shifted by 1 after two steps: "" the parameters."""
+    torch.manual_seed(0)
+    twin = recipe.build()
+    for _ in range(_STEPS_BEFORE):
+        twin.step()
+    if shifted is not None:
+        for tensor in twin.entries()[shifted] if shifted else twin.parameters:
+            tensor.detach().add_(1)
+    for _ in range(_STEPS_AFTER):
+        twin.step()
+    return twin.values()
+
+
+# How to make an optimizer like another
+
+
+class _UnknownArgumentError(Exception):
+    """An argument of a constructor is not known."""
+
+
+def _recipe_for(optimizer: Any) -> _Recipe:
+    """Finds the arguments with which an optimizer was made: among defaults and attributes of the same name."""
+    arguments: dict[str, Any] = {}
+    defaults = getattr(optimizer, "defaults", {})
+    accepted = _accepted(type(optimizer))
+    takes_groups = False
+    for name, argument in accepted.items():
+        if name in ("params", "parameters", "param_groups"):
+            arguments[name] = _GROUPS
+            takes_groups = True
+            continue
+        known = defaults.get(name, vars(optimizer).get(name, vars(optimizer).get(f"_{name}", argument.empty)))
+        if is_optimizer(known):
+            # Next to parameters the class is expected, as SAM does.
+            arguments[name] = type(known) if takes_groups else _recipe_for(known)
+        elif _is_plain(known):
+            arguments[name] = known.item() if isinstance(known, Tensor) else known
+        elif argument.default is argument.empty:
+            raise _UnknownArgumentError(f"its argument {name!r}")
+    if not takes_groups and not any(isinstance(value, _Recipe) for value in arguments.values()):
+        raise _UnknownArgumentError("its parameters")
+    return _Recipe(type(optimizer), arguments, _small_groups(optimizer, set(accepted)))
+
+
+def _accepted(kind: type) -> dict[str, inspect.Parameter]:
+    """Returns the named arguments of a constructor, and of those to which it hands on what it does not name."""
+    accepted: dict[str, inspect.Parameter] = {}
+    for base in kind.__mro__:
+        if "__init__" not in vars(base) or base is object:
+            continue
+        hands_on = False
+        for argument in [*inspect.signature(base.__init__).parameters.values()][1:]:  # type: ignore[misc]
+            if argument.kind is argument.VAR_KEYWORD:
+                hands_on = True
+            elif argument.kind is not argument.VAR_POSITIONAL:
+                accepted.setdefault(argument.name, argument)
+        if not hands_on:
+            break
+    return accepted
+
+
+def _small_groups(optimizer: Any, accepted: set[str]) -> list[dict[str, Any]]:
+    # What a constructor does not take, such as a count of steps, begins anew; a constructor may take whole groups.
+    takes_more = not accepted - {"params", "parameters", "param_groups"}
+    groups = []
+    for group in optimizer.param_groups:
+        smalls = dict.fromkeys(_small(local(p)) for p in group["params"] if local(p).numel())
+        kept = {key: value for key, value in group.items() if (takes_more or key in accepted) and _is_plain(value)}
+        kept = {key: value.item() if isinstance(value, Tensor) else value for key, value in kept.items()}
+        kept.pop("initial_lr", None)
+        if smalls:
+            groups.append({**kept, "params": list(smalls)})
+    return groups
+
+
+def _small(parameter: Tensor) -> _Small:
+    return _Small((3,) * parameter.ndim, parameter.dtype, parameter.device)
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is data, which two optimizers may share."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, _PLAIN)
