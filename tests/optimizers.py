@@ -50,23 +50,19 @@ class ScheduleFreeSGD(Optimizer):
                 group["train_mode"] = mode
 
 
-class Lookahead:
+class Lookahead(Optimizer):
     """Wraps an optimizer, and goes back to the middle of the way every ``k`` steps (arXiv 1907.08610)."""
 
     def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
+        super().__init__(optimizer.param_groups, {})
         self.optimizer, self.k, self.alpha, self.steps = optimizer, k, alpha, 0
-        every = [p for group in optimizer.param_groups for p in group["params"]]
-        self.state = {p: {"slow": p.detach().clone()} for p in every}
-
-    @property
-    def param_groups(self) -> Any:
-        return self.optimizer.param_groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
+        self.param_groups = optimizer.param_groups
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["slow"] = p.detach().clone()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = self.optimizer.step(closure)
         self.steps += 1
         if self.steps % self.k == 0:

@@ -135,11 +135,12 @@ class StreamingDiLoCo:
         federation: The `Federation` that these ranks, launched on their own, join as a site; None: all groups are
             launched together.
         inner_optimizers: The optimizers of your loop. `save` keeps their state; values in it that are not finite are
-            reset.
+            reset, and copies of the weights that they keep follow landings.
         topology: Existing worker groups and process groups to use instead of ``worker_groups``.
 
     Raises:
-        ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either.
+        ValueError: If an argument is out of range, the model cannot be cut as asked, or ranks differ in either; or if
+            an inner optimizer keeps a copy of the weights that is not in its state.
         TypeError: If an argument is unknown.
 
     Examples:

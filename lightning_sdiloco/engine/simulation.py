@@ -30,7 +30,7 @@ class SimulatedGroups:
 
     Args:
         models: One model for each worker group, all alike. All start from the values of the first.
-        inner_optimizers: The optimizers of each group, if their state should be reset where it is not finite.
+        inner_optimizers: The optimizers of each group, as in `StreamingDiLoCo`.
         settings: As in `StreamingDiLoCo`, without ``worker_groups``.
 
     Raises:
