@@ -559,6 +559,8 @@ def take_up_state(optimizer: Optimizer, saved: dict[str, Any]) -> None:
         }
         for index, entry in saved["state"].items()
     }
+    # A fresh optimizer keeps the state with which it was made.
+    state = state or optimizer.state_dict()["state"]
     optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
 
 

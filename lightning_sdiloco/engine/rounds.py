@@ -315,7 +315,10 @@ class Rounds:
             )
             for optimizer in optimizers:
                 for parameter, keep in zip(parameters, kept, strict=True):
-                    if not keep:
+                    if not keep and self.copies.of(parameter):
+                        # Copies that the optimizer made at the start would not be made again.
+                        clear_not_finite(optimizer.state.get(parameter, {}))
+                    elif not keep:
                         optimizer.state.pop(parameter, None)
 
     # The warm-up: in the first inner steps all groups take the mean of their gradients; see [Note: warm-up]
@@ -448,6 +451,13 @@ class Rounds:
         self._begin_at(state["rounds_began_at"])
         self._heard = state["schedule"]
         self.link.last = list(state.get("link", ()))
+
+
+def clear_not_finite(state: Mapping[str, Any]) -> None:
+    """Overwrites values in the state of an optimizer that are not finite with zeros."""
+    for value in state.values():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            local(value).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def keep_until_done(tensors: Iterable[Tensor]) -> None:

@@ -185,7 +185,10 @@ class WeightCopies:
         """Refuses a name that no parameter's state has, once there is a state."""
         if self._is_checked:
             return
+        self._is_checked = True
         for optimizer in self._keepers:
+            if getattr(optimizer, _ATTRIBUTE, None) is None:
+                continue
             states = [state for p in self._parameters.values() for state in _states_of(optimizer, p)]
             keys = sorted({str(key) for state in states for key in state})
             missing = [name for name in self._names[id(optimizer)] if name not in keys]
@@ -194,7 +197,7 @@ class WeightCopies:
                     f"{type(optimizer).__name__}.{_ATTRIBUTE} names {missing[0]!r}, which is in the state of no"
                     f" parameter: there are {keys}. Give the names of the entries that are copies of the weights."
                 )
-            self._is_checked = bool(states)
+            self._is_checked = self._is_checked and bool(states)
 
     def _with_modes(self) -> Iterator[dict[str, Any]]:
         """Yields where the optimizers note whether they are in training mode: in groups, or in an attribute."""
@@ -228,18 +231,19 @@ class _Copy(NamedTuple):
 
 def parts_of(optimizer: Any) -> list[Any]:
     """Returns an optimizer and those that it holds, such as the one that it wraps."""
-    found = [optimizer]
-    for part in found:
+    parts = [optimizer]
+    for part in parts:
         for value in vars(part).values():
-            members = value if isinstance(value, (list, tuple)) else [value]
-            found += [one for one in members if is_optimizer(one) and all(one is not known for known in found)]
-    return found
+            for member in value if isinstance(value, (list, tuple)) else [value]:
+                if is_optimizer(member) and all(member is not part for part in parts):
+                    parts.append(member)
+    return parts
 
 
 def is_optimizer(value: Any) -> bool:
     """Returns whether a value is an optimizer, or has what Lightning asks of one."""
-    is_one = isinstance(value, Optimizer)
-    return is_one or all(hasattr(value, name) for name in ("param_groups", "state", "step", "zero_grad"))
+    names = ("param_groups", "state", "step", "zero_grad")
+    return isinstance(value, Optimizer) or all(hasattr(value, name) for name in names)
 
 
 def _states_of(optimizer: Any, parameter: Tensor) -> list[dict[str, Any]]:
@@ -267,11 +271,13 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
     # None of torch's own keeps a copy from which it trains.
     if type(optimizer).__module__.startswith("torch.optim.") or not is_optimizer(optimizer):
         return ()
-    found = _known(optimizer)
-    if found is None:
-        inside = [copies_in(part) for part in parts_of(optimizer)[1:]]
-        return tuple(dict.fromkeys(name for names in inside for name in names))
-    if found.is_elsewhere:
+    finding = _finding(optimizer)
+    if finding is None:
+        names: list[str] = []
+        for part in parts_of(optimizer)[1:]:
+            names += copies_in(part)
+        return tuple(dict.fromkeys(names))
+    if finding.is_elsewhere:
         raise ValueError(
             f"{type(optimizer).__name__} keeps its own copy of the weights, so its next step would throw away what"
             " lands, and the entries of optimizer.state[parameter] do not explain it. If it keeps float32 weights for"
@@ -279,12 +285,14 @@ def copies_in(optimizer: Any) -> tuple[str, ...]:
             " optimizer. Otherwise keep the copy in optimizer.state[parameter], or name the entries that are copies:"
             f" optimizer.{_ATTRIBUTE} = ('z',); () if there are none."
         )
-    return found.names
+    return finding.names
 
 
-class _Found(NamedTuple):
+class _Finding(NamedTuple):
     names: tuple[str, ...] = ()
+    """The entries of the state that are copies."""
     is_elsewhere: bool = False
+    """Whether there is a copy that these entries do not explain."""
 
 
 class _Small(NamedTuple):
@@ -385,13 +393,13 @@ class _Twin(NamedTuple):
 
     def entries(self) -> dict[str, list[Tensor]]:
         """Returns what is in the state in the shape of the parameters, by name."""
-        found: dict[str, list[Tensor]] = {}
+        entries: dict[str, list[Tensor]] = {}
         for parameter in self.parameters:
             for state in _states_of(self.optimizer, parameter):
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.is_floating_point() and value.shape == parameter.shape:
-                        found.setdefault(key, []).append(value)
-        return found
+                        entries.setdefault(key, []).append(value)
+        return entries
 
     def similar_entries(self) -> list[str]:
         """Returns the names of the entries that have about the values of the parameters, as copies of them have."""
@@ -406,11 +414,11 @@ class _Twin(NamedTuple):
         return torch.cat([parameter.detach().double().flatten() for parameter in self.parameters])
 
 
-_by_recipe: dict[tuple[type, str], _Found | None] = {}
+_by_recipe: dict[tuple[type, str], _Finding | None] = {}
 """What has been found out of optimizers of a class and settings."""
 
 
-def _known(optimizer: Any) -> _Found | None:
+def _finding(optimizer: Any) -> _Finding | None:
     """Finds out which copies an optimizer keeps; None if no small one can be made or played with."""
     try:
         recipe = _recipe_for(optimizer)
@@ -419,11 +427,11 @@ def _known(optimizer: Any) -> _Found | None:
         return None
     key = recipe.kind, repr(recipe)
     if key not in _by_recipe:
-        _by_recipe[key] = _found_in(recipe)
+        _by_recipe[key] = _try_out(recipe)
     return _by_recipe[key]
 
 
-def _found_in(recipe: _Recipe) -> _Found | None:
+def _try_out(recipe: _Recipe) -> _Finding | None:
     devices = {small.device for group in recipe.groups for small in group["params"]}
     on_device = [device for device in devices if device.type != "cpu"]
     kind = on_device[0].type if on_device else "cuda"
@@ -444,7 +452,7 @@ def _found_in(recipe: _Recipe) -> _Found | None:
         random.setstate(python_state)
 
 
-def _play(recipe: _Recipe) -> _Found | None:
+def _play(recipe: _Recipe) -> _Finding | None:
     tolerance = _TOLERANCE if recipe.is_exact else _TOLERANCE_OF_SHORT
     short = recipe.build()
     initial = short.values()
@@ -462,7 +470,7 @@ def _play(recipe: _Recipe) -> _Found | None:
 
     left = left_of("")
     if bool(((left - 1).abs() <= tolerance).all()):
-        return _Found()
+        return _Finding()
     if bool((left > 1 + tolerance).any()):
         # The optimizer steps by values of the parameters.
         return None
@@ -471,15 +479,15 @@ def _play(recipe: _Recipe) -> _Found | None:
     together = left + sum(copies.values())
     is_whole = bool(((together - 1).abs() <= tolerance * (1 + len(copies))).all())
     if copies and is_whole:
-        return _Found(tuple(copies))
+        return _Finding(tuple(copies))
     # What is interpolated again and again is rounded again and again.
-    return _Found(is_elsewhere=True) if recipe.is_exact else _named_in_float32(recipe)
+    return _Finding(is_elsewhere=True) if recipe.is_exact else _named_in_float32(recipe)
 
 
-def _named_in_float32(recipe: _Recipe) -> _Found | None:
+def _named_in_float32(recipe: _Recipe) -> _Finding | None:
     """Finds out which copies an optimizer keeps of float32 parameters, where it keeps some of shorter ones."""
-    found = _play(recipe.in_float32())
-    return found if found is not None and found.names else _Found(is_elsewhere=True)
+    finding = _play(recipe.in_float32())
+    return finding if finding is not None and finding.names else _Finding(is_elsewhere=True)
 
 
 def _is_far(values: Tensor, initial: Tensor) -> bool:
@@ -518,12 +526,16 @@ def _recipe_for(optimizer: Any) -> _Recipe:
             arguments[name] = _GROUPS
             takes_groups = True
             continue
-        known = defaults.get(name, vars(optimizer).get(name, vars(optimizer).get(f"_{name}", argument.empty)))
-        if is_optimizer(known):
+        value = argument.empty
+        for values in (defaults, vars(optimizer)):
+            value = values.get(name, values.get(f"_{name}", value))
+            if value is not argument.empty:
+                break
+        if is_optimizer(value):
             # Next to parameters the class is expected, as SAM does.
-            arguments[name] = type(known) if takes_groups else _recipe_for(known)
-        elif _is_plain(known):
-            arguments[name] = known.item() if isinstance(known, Tensor) else known
+            arguments[name] = type(value) if takes_groups else _recipe_for(value)
+        elif _is_plain(value):
+            arguments[name] = value.item() if isinstance(value, Tensor) else value
         elif argument.default is argument.empty:
             raise _UnknownArgumentError(f"its argument {name!r}")
     if not takes_groups and not any(isinstance(value, _Recipe) for value in arguments.values()):

@@ -469,6 +469,15 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return {name: local(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = []
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            # A group that begins with a fresh optimizer keeps the state with which that was made.
+            is_fresh = saved.get("state") == {}
+            states.append({**saved, "state": optimizer.state_dict()["state"]} if is_fresh else saved)
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if not self._format.is_sharded:
             return dict(super().optimizer_state(optimizer))

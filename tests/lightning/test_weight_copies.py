@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_sdiloco import StreamingDiLoCo, StreamingDiLoCoFabricStrategy
 from tests import sharded
 from tests.engine.groups import MEAN
-from tests.fits import Announced, at, batches, fit, on, play, save, unequal
+from tests.fits import Announced, at, batches, fit, module, on, play, save, unequal
 from tests.optimizers import keeper
 from tests.ranks import run_ranks
 from tests.training import batch, mlp
@@ -49,10 +49,9 @@ def switching(kind: str, where: str, shown: dict[str, list[Tensor]]) -> Any:
 
 
 def trained(
-    rank: int, world_size: int, kind: str, where: str, *, validates: bool = True, **choices: Any
+    rank: int, world_size: int, kind: str, where: str, *, validates: bool = True, groups: int = 2, **choices: Any
 ) -> dict[str, Any]:
-    from tests.fits import module
-
+    size = world_size // groups
     shown: dict[str, list[Tensor]] = {"values": []}
     make = partial(module, **switching(kind, where, shown))
     of_trainer = {"limit_train_batches": 5, "limit_val_batches": 1 if validates else 0, "num_sanity_val_steps": 0}
@@ -60,11 +59,11 @@ def trained(
     fitted = fit(
         rank,
         world_size,
-        2,
+        groups,
         -1,
         CHOICES,
         make=lambda distribution, inner, seed: make(distribution, inner, seed),
-        loader=Announced((rank // (world_size // 2), rank % (world_size // 2), world_size // 2), 5),
+        loader=Announced((rank // size, rank % size, size), 5),
         trainer_choices=of_trainer,
         validation=batches(7) if validates else None,
         **choices,
@@ -174,3 +173,24 @@ def test_a_checkpoint_saved_while_the_optimizer_shows_its_average_resumes_exactl
     for rank in range(2):
         assert unequal(ranks["resumed"][rank]["outer"], ranks["whole"][rank]["outer"]) == []
         assert unequal(ranks["resumed"][rank]["model"], ranks["whole"][0]["model"]) == []
+
+
+@pytest.mark.parametrize("kind", ["z", "master"])
+def test_copies_begin_as_the_outer_model_where_rounds_restart(kind: str, tmp_path: Path) -> None:
+    seen: dict[int, float] = {}
+
+    def compare(trainer: Any, module: Any, *args: Any) -> None:
+        state = trainer.optimizers[0].state
+        key = "z" if kind == "z" else "master"
+        kept = [(p, state[p][key]) for p in module.net.parameters() if key in state[p]]
+        # Groups without a file of their own have no z yet.
+        seen.setdefault(trainer.global_step, max([float((p - copy).abs().max()) for p, copy in kept], default=0.0))
+
+    case = partial(trained, kind=kind, where="in validation")
+    play(2, {"saved": partial(case, trainer_choices={"callbacks": [at({7: save(tmp_path / "a.ckpt")})]})})
+    callbacks = {"callbacks": [on(on_train_batch_start=compare)]}
+    restarted = partial(case, trainer_choices=callbacks, resume=tmp_path / "a.ckpt", inspect=lambda *_: seen, groups=4)
+    ranks = play(4, {"restarted": restarted})["restarted"]
+    for fitted in ranks:
+        assert fitted["inspected"][7] == 0.0
+        assert unequal(fitted["model"], ranks[0]["model"]) == []
