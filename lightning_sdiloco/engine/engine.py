@@ -337,7 +337,7 @@ class StreamingDiLoCo:
         self.rounds.require_coverage()
         # What a longer run would continue from replaces the gradients, which are no longer needed.
         self.model.zero_grad()
-        self.rounds.copies.leave()
+        self.rounds.copies.freeze()
         self._unfinished = self.state_dict()
         return self._counted(self.loop.land_all(self.inner_steps))
 

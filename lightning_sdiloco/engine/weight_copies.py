@@ -62,9 +62,10 @@ class WeightCopies:
         self._keepers = [optimizer for optimizer in optimizers if id(optimizer) in self._names]
         # The parameters of the fragments, by name.
         self._parameters: Mapping[str, Tensor] = {}
-        # What was in the state in place of the stand-ins, while there are some, and in which modes optimizers were.
+        # What was in the state in place of the stand-ins, while there are some.
         self._hidden: list[_Copy] = []
-        self._modes_before: list[bool] = []
+        # The modes of the optimizers from before another model was shown; None while none is.
+        self._modes_before: list[bool] | None = None
         # Whether training has ended: copies stay as they are, for a longer run.
         self._has_ended = False
         # Whether an entry of every name that a user gave has been found.
@@ -85,7 +86,7 @@ class WeightCopies:
 
     def hide(self) -> None:
         """Lets optimizers that switch between two weights see the parameters themselves in place of their copies."""
-        self._modes_before = [holder[_MODE] for holder in self._with_modes()]
+        self._modes_before = self._modes()
         self._hidden = [copy for copy in self._all() if copy.is_switched]
         for copy in self._hidden:
             copy.state[copy.key] = copy.like(copy.parameter.detach())
@@ -95,14 +96,15 @@ class WeightCopies:
         for copy in self._hidden:
             copy.state[copy.key] = copy.tensor
         self._hidden = []
-        modes = [holder[_MODE] for holder in self._with_modes()]
-        self._set_modes(self._modes_before)
-        if any(now and not before for now, before in zip(modes, self._modes_before, strict=True)):
+        modes_after, modes_before = self._modes(), self._modes_before or []
+        self._modes_before = None
+        self._set_modes(modes_before)
+        if any(now and not before for now, before in zip(modes_after, modes_before, strict=True)):
             for part in self._parts():
                 if callable(getattr(part, "train", None)):
                     part.train()
 
-    def leave(self) -> None:
+    def freeze(self) -> None:
         """Leaves the copies as they are, for a longer run, before the last landings."""
         self._has_ended = True
 
@@ -121,12 +123,12 @@ class WeightCopies:
         """
         if not self._keepers:
             return {}
-        is_shown = bool(self._hidden)
+        copies = [copy for copy in self._all() if self._has_ended or copy.tensor.dtype != copy.parameter.dtype]
         values: dict[str, dict[str, Tensor]] = {}
-        for copy in self._hidden or self._all():
-            if is_shown or self._has_ended or copy.tensor.dtype != copy.parameter.dtype:
-                values.setdefault(copy.name, {})[copy.key] = local(copy.tensor).to("cpu")
-        modes = self._modes_before if is_shown else [holder[_MODE] for holder in self._with_modes()]
+        # Those that are hidden come last, and replace their stand-ins.
+        for copy in [*copies, *self._hidden]:
+            values.setdefault(copy.name, {})[copy.key] = local(copy.tensor).to("cpu")
+        modes = self._modes() if self._modes_before is None else self._modes_before
         return {"weight_copies": {"modes": list(modes), "values": values}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -140,7 +142,7 @@ class WeightCopies:
                 if values.dtype != copy.tensor.dtype:
                     copy.state[copy.key] = copy.tensor.to(values.dtype)
                 local(copy.state[copy.key]).copy_(values)
-        if len(saved["modes"]) == len(list(self._with_modes())):
+        if len(saved["modes"]) == len(self._modes()):
             self._set_modes(saved["modes"])
 
     def align(self, topology: Topology) -> None:
@@ -208,6 +210,9 @@ class WeightCopies:
 
     def _parts(self) -> list[Any]:
         return [part for optimizer in self._keepers for part in parts_of(optimizer)]
+
+    def _modes(self) -> list[bool]:
+        return [holder[_MODE] for holder in self._with_modes()]
 
     def _set_modes(self, modes: Sequence[bool]) -> None:
         for holder, mode in zip(self._with_modes(), modes, strict=True):
