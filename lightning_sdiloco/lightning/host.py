@@ -240,7 +240,7 @@ def user_hooks(trainer: Any, names: Collection[str]) -> list[str]:
         # A LambdaCallback holds its hooks itself.
         members = set(vars(owner))
         for kind in type(owner).__mro__:
-            if not is_of_lightning(kind) and not kind.__module__.startswith(_OURS):
+            if not is_of_lightning(kind.__module__) and not kind.__module__.startswith(_OURS):
                 members |= vars(kind).keys()
         found |= {f"{type(owner).__name__}.{name}": None for name in names if name in members}
     return list(found)
