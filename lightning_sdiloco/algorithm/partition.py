@@ -1,5 +1,6 @@
 """Which parameters travel together: names and sizes go in, fragments come out. No tensors here."""
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ _MOST_BLOCKS = 3
 
 # The fragments that a model is cut into if their number is not given, about: as many as the paper's 1B model has.
 _ENOUGH_FRAGMENTS = 8
+
+# The most fragments of blocks, and about the most of other parameters, if no number is given: launches cost messages.
+_MOST_FRAGMENTS = 32
 
 # Two blocks are alike when they share at least this part of the names of the smaller one. They need not be the same: a
 # stage of a ResNet starts with a block that has its own shortcut, and some layers of a transformer have experts.
@@ -60,10 +64,10 @@ def partition(
 
     ``"strided:3"`` and ``"sequential:3"`` look for repeated blocks and put at most three of them into a fragment:
     interleaved (block ``l`` into fragment ``l % P``, the paper's choice) or consecutive. Without a number it is an
-    eighth of the blocks, at least one and at most three. What stands outside the blocks (embeddings, head, last norm)
-    forms its own fragments, none larger than the largest fragment of blocks, unless a single tensor is. A number
-    distributes the tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"``
-    makes.
+    eighth of the blocks, at least one and at most three, or more to make at most 32 fragments of them. What stands
+    outside the blocks (embeddings, head, last norm) forms its own fragments, none larger than the largest fragment of
+    blocks, unless a single tensor is, or without a number there would be many more than 32. A number distributes the
+    tensors over that many fragments of equal size, and ``"balanced"`` over as many as ``"strided"`` makes.
 
     Args:
         parameters: The trainable parameters, each once, in the order of ``named_parameters()``.
@@ -103,9 +107,15 @@ def partition(
         count = max(1, min(useful, _ENOUGH_FRAGMENTS))
         return Partition(_balanced(parameters, count), fell_back=fragments != "balanced")
     order, _, layers = fragments.partition(":")
-    most = int(layers) if layers else max(1, min(_MOST_BLOCKS, round(len(blocks) / _ENOUGH_FRAGMENTS)))
-    cut = _by_blocks(parameters, blocks, most, strided=order != "sequential")
+    most = int(layers) if layers else _blocks_per_fragment(len(blocks))
+    most_outside = math.inf if layers else _MOST_FRAGMENTS
+    cut = _by_blocks(parameters, blocks, most, most_outside, strided=order != "sequential")
     return Partition(_balanced(parameters, len(cut)) if order == "balanced" else cut)
+
+
+def _blocks_per_fragment(blocks: int) -> int:
+    some_eight_fragments = max(1, min(_MOST_BLOCKS, round(blocks / _ENOUGH_FRAGMENTS)))
+    return max(some_eight_fragments, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
 def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:
@@ -177,7 +187,7 @@ def _repeated(prefix: str, numbered: dict[str, list[str]]) -> set[str]:
 
 
 def _by_blocks(
-    parameters: Sequence[Parameter], blocks: list[list[str]], most: int, strided: bool
+    parameters: Sequence[Parameter], blocks: list[list[str]], most: int, most_outside: float, strided: bool
 ) -> tuple[Fragment, ...]:
     count = -(-len(blocks) // most)
     fragment_of = {
@@ -190,8 +200,9 @@ def _by_blocks(
     for parameter in parameters:
         index = fragment_of.get(parameter.name)
         (outside if index is None else members[index]).append(parameter)
-    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is.
-    largest = max(map(_nbytes, members))
+    # Consecutive runs, none larger than the largest fragment of blocks unless a single tensor is, or small blocks
+    # would make too many.
+    largest = max(*map(_nbytes, members), _nbytes(outside) / most_outside)
     for index, parameter in enumerate(outside):
         if not index or _nbytes(members[-1]) + parameter.nbytes > largest:
             members.append([])

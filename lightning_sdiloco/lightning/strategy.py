@@ -79,9 +79,10 @@ class GroupStrategy:
             such as ``Carry()``. Here and for ``outer_lr`` and ``outer_momentum``, ``"auto"`` chooses by the number of
             groups, ``sync_every`` and the compression; a resumed fit takes the numbers from its checkpoint.
         fragments: How the model is cut: ``"strided:3"`` or ``"sequential:3"``, with the number of repeated blocks per
-            fragment (without it, an eighth of them, from 1 to 3); ``"balanced"``, into as many fragments of equal size
-            as ``"strided"`` makes; a number of fragments of equal size; a list of lists of shell-style patterns for
-            parameter names, one list per fragment; or ``"auto"``, strided with as many blocks as suit the link.
+            fragment (without it, an eighth of them, from 1 to 3, or more to make at most 32 fragments);
+            ``"balanced"``, into as many fragments of equal size as ``"strided"`` makes; a number of fragments of equal
+            size; a list of lists of shell-style patterns for parameter names, one list per fragment; or ``"auto"``,
+            strided with as many blocks as suit the link.
         compression: How outer gradients are encoded: a name from ``lightning_sdiloco.compression.COMPRESSIONS``, such
             as ``"fp4"``; a ``lightning_sdiloco.compression.Compression``; or ``"auto"``, the most exact of ``"fp32"``,
             ``"bf16"`` and ``"fp4"`` that the link carries.

@@ -76,8 +76,8 @@ def plan(
         overlap_steps: Inner steps from the launch of a fragment to its landing. By default 5, or as many as fit into
             shorter rounds.
         fragments: How the model is cut: strided or sequential, optionally with the repeated blocks per fragment, as in
-            strided:3 (by default as many as make some eight fragments, at most three); balanced; or a number of
-            fragments.
+            strided:3 (by default as many as make some eight fragments, at most three, or more to make at most 32
+            fragments); balanced; or a number of fragments.
         compression: How outer gradients are encoded, such as fp32, bf16 or fp4.
         steps: Inner steps of the whole run, for its total bytes.
         memory_rate: GB/s at which a device reads and writes its memory: about 1000 for a GPU, 10 for a CPU core.

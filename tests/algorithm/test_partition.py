@@ -152,10 +152,16 @@ def test_blocks_take_turns_or_go_with_neighbours_and_what_stands_outside_shares_
         assert all(own.nbytes + after.sizes[0] > largest for own, after in itertools.pairwise(shared))
 
 
-def test_a_model_has_some_eight_fragments_of_blocks_and_three_blocks_in_each_at_most() -> None:
-    for layers, count in ((2, 2), (3, 3), (11, 11), (12, 6), (16, 8), (20, 10), (24, 8), (32, 11), (96, 32)):
+def test_a_model_has_some_eight_fragments_of_blocks_and_32_at_most_unless_a_number_of_blocks_is_given() -> None:
+    few = ((2, 2), (3, 3), (11, 11), (12, 6), (16, 8), (20, 10), (24, 8), (32, 11), (96, 32))
+    for layers, count in (*few, (97, 25), (128, 32), (200, 29), (1500, 32)):
         blocks = [Parameter(f"blocks.{n}.weight", 4) for n in range(layers)]
-        assert [len(partition(blocks, way).fragments) for way in ("strided", "sequential")] == [count] * 2
+        for way in ("strided", "sequential", "balanced"):
+            assert len(partition(blocks, way).fragments) == count
+        assert len(partition(blocks, "strided:3").fragments) == math.ceil(layers / 3)
+    others = [Parameter(f"outside {n}", 1000) for n in range(200)]
+    assert 32 <= len(partition([*blocks[:2], *others], "strided").fragments) <= 2 + 2 * 32
+    assert len(partition([*blocks[:2], *others], "strided:1").fragments) == 2 + 200
 
 
 def test_balanced_fragments_differ_by_no_more_than_one_tensor_and_a_number_is_theirs() -> None:
