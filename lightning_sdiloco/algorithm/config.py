@@ -143,8 +143,8 @@ class OuterOptimizer:
             fragment. None keeps the rate.
         clip_norm: Longer outer gradients of a group are scaled down to this norm. None clips nothing.
         outlier_guard: A group is left out of the mean if its outer gradient is more than this many times as long as
-            usual. Usual is the median of its last ones, or of the other groups', whichever is longer. ``"auto"``: 10.
-            None leaves out none.
+            usual: as the median of its own last norms, of which there must be four, and more where the other groups'
+            have grown, too. ``"auto"``: 10. None leaves out none.
         offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
             devices.
 

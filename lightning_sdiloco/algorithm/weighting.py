@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import sqrt
+from math import hypot, inf, sqrt
 from operator import or_
 from statistics import median, median_high
 from typing import Any, NamedTuple, TypeVar
@@ -181,6 +181,17 @@ class Weighing(ABC):
         """Returns the state once the flight has landed; by default the state before it; see `count`."""
         return state
 
+    def joined(self, states: Sequence[Any], groups: int) -> Any:
+        """Returns the state of a fragment whose parameters come from other fragments; by default it starts anew.
+
+        The model is cut again when parameters are frozen or become trainable, and when a run restarts.
+
+        Args:
+            states: The states of the fragments that held its parameters.
+            groups: Number of worker groups, as before.
+        """
+        return self.start(groups)
+
 
 @dataclass(frozen=True)
 class Aggregation(Weighing):
@@ -217,6 +228,16 @@ class Aggregation(Weighing):
     def heard(self, controls: Sequence[Control], state: Sequence[Sequence[float]]) -> list[list[float]]:
         return remembered(state, controls)
 
+    @override
+    def joined(self, states: Sequence[Sequence[Sequence[float]]], groups: int) -> list[list[float]]:
+        """Returns the norms of all these fragments together: those of a part are at most as long."""
+        joined = self.start(groups)
+        for group, norms in enumerate(joined):
+            newest_first = zip(*(reversed(state[group]) for state in states), strict=False)
+            norms += [hypot(*of_a_round) for of_a_round in newest_first]
+            norms.reverse()
+        return joined
+
 
 def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) -> list[list[float]]:
     """Returns the norms to remember once a flight has landed; see `Aggregation`."""
@@ -224,39 +245,114 @@ def remembered(norms: Sequence[Sequence[float]], controls: Sequence[Control]) ->
     return [[*last, *new.get(group, [])][-REMEMBERED:] for group, last in enumerate(norms)]
 
 
-# The guard: whose outer gradient is too long to count, against its own past and against the others of its round
+# The guard: whose outer gradient is too long to count, against its own past and what the others of its round are
+# against theirs
 
 
 def usual(who: Who, norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]]) -> float:
     """Returns how long an outer gradient usually is; 0 where that is not known.
 
-    It is the median of its own last norms, if there are four, or of the others' in the round, if there are
-    two: the longer one, where there are both.
+    It is the median of the group's own last norms, of which there must be four. Where the others of the round are
+    longer than their own medians, it grows by the median of these ratios, since the training has changed. It is at
+    least the median of the others' norms, if there are two.
 
     Args:
         who: Whose outer gradient.
         norms: The norms of all that could count in a round.
         past: The last norms of each, at most eight.
+
+    Examples:
+        >>> usual("a", {"a": 40.0, "b": 1.0, "c": 1.0}, {"b": [1.0] * 4, "c": [1.0] * 4})
+        0.0
+        >>> usual("a", {"a": 40.0, "b": 6.0}, {"a": [2.0] * 4, "b": [3.0] * 4})
+        4.0
     """
-    own, others = past.get(who, ()), [norm for other, norm in norms.items() if other != who]
-    of_the_past = median(own) if len(own) >= _ENOUGH else 0.0
-    return max(of_the_past, median_high(others)) if len(others) >= _OTHERS else of_the_past
+    own_median = _median_of_past(past.get(who, ()))
+    if not own_median:
+        return 0.0
+    others = [other for other in norms if other != who]
+    growths = list[float]()
+    for other in others:
+        other_median = _median_of_past(past.get(other, ()))
+        if 0 < other_median < inf:
+            growths.append(norms[other] / other_median)
+    growth = median_high(growths) if growths else 1.0
+    grown = own_median * max(1.0, growth)
+    return max(grown, median_high([norms[other] for other in others])) if len(others) >= _OTHERS else grown
+
+
+def _median_of_past(last: Sequence[float]) -> float:
+    """Returns the median of a group's last norms; 0 while there are too few."""
+    return median(last) if len(last) >= _ENOUGH else 0.0
 
 
 def outlying(norms: Mapping[Who, float], past: Mapping[Who, Sequence[float]], guard: float) -> dict[Who, float]:
     """Returns the outliers, each with how many times as long as usual it is.
 
-    If all are that far off, the training has changed, and none is at fault.
+    A group without enough norms of its own is none: its data may be unlike the others'. If all are that far off, the
+    training has changed, and none is at fault.
 
     Examples:
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {}, guard=10.0)
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [1.0] * 4}, guard=10.0)
         {'b': 40.0}
-        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {"b": [50.0] * 4}, guard=10.0)
+        >>> outlying({"a": 1.0, "b": 40.0, "c": 1.0}, {}, guard=10.0)
+        {}
+        >>> outlying({"a": 9.5, "b": 10.5}, {"a": [1.0] * 4, "b": [1.0] * 4}, guard=10.0)
         {}
     """
-    times = {who: norm / own for who, norm in norms.items() if (own := usual(who, norms, past)) > 0}
-    far = {who: longer for who, longer in times.items() if longer > guard}
+    far = dict[Who, float]()
+    for who, norm in norms.items():
+        usual_norm = usual(who, norms, past)
+        if usual_norm > 0 and norm / usual_norm > guard:
+            far[who] = norm / usual_norm
     return far if len(far) < len(norms) else {}
+
+
+class Weighed(NamedTuple):
+    """What a weighing knows of all groups, by the parameters of each fragment: it survives another cut.
+
+    Attributes:
+        weighing: The weighing, as text.
+        groups: Number of worker groups.
+        states: The state of each fragment, by the names of its parameters.
+    """
+
+    weighing: str
+    groups: int
+    states: dict[tuple[str, ...], Any]
+
+    def state_for(self, names: Sequence[str], weighing: Weighing, text: str, groups: int) -> Any:
+        """Returns the state of a fragment of these parameters, for a weighing, its text and a number of groups."""
+        sources = {before: state for before, state in self.states.items() if not set(before).isdisjoint(names)}
+        is_known = set(names) <= {name for before in sources for name in before}
+        # Other groups are not those that were weighed, and what was never trained has no norms.
+        if not is_known or (text, groups) != (self.weighing, self.groups):
+            return weighing.start(groups)
+        if tuple(names) in sources:
+            return sources[tuple(names)]
+        return weighing.joined(list(sources.values()), groups)
+
+
+class Exclusions:
+    """Finds when a group begins to be left out, so that the log says it once and not at every landing.
+
+    It ends when the group has counted for `REMEMBERED` rounds. Fragments launched meanwhile report the same event.
+
+    Examples:
+        >>> exclusions = Exclusions()
+        >>> [exclusions.begins(group=1, step=step, sync_every=10) for step in (20, 25, 30, 90, 200)]
+        [True, False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        # The inner step of the last launch of which a group was left out, by group.
+        self._last_left_out: dict[int, int] = {}
+
+    def begins(self, group: int, step: int, sync_every: int) -> bool:
+        """Notes that a group was left out of a launch after an inner step; returns whether that is news."""
+        last = self._last_left_out.get(group)
+        self._last_left_out[group] = step
+        return last is None or step - last > REMEMBERED * sync_every
 
 
 class Absences:

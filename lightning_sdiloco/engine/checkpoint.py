@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import Control
+from lightning_sdiloco.algorithm.weighting import Control, Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import norm_squared
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
@@ -84,12 +84,14 @@ class Restart(NamedTuple):
     parameters: dict[str, OuterParameter]
     untrained: dict[str, Tensor]
     counts: dict[str, int]
+    weighed: Weighed
 
     @staticmethod
     def of(arrived: Sequence[Any]) -> "Restart":
         """Returns one that came from another rank, as a plain tuple."""
-        parameters, untrained, counts = arrived
-        return Restart({name: OuterParameter(*own) for name, own in parameters.items()}, untrained, counts)
+        parameters, untrained, counts, weighed = arrived
+        parameters = {name: OuterParameter(*own) for name, own in parameters.items()}
+        return Restart(parameters, untrained, counts, Weighed(*weighed))
 
 
 # Files
@@ -582,8 +584,9 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
     if settings is None:
         shards = [[outer._replace(state={}) for outer in shard] for shard in shards]
     buffers = [dict(zip(f["buffer_names"], f["buffers"], strict=True)) for f in joined[0]["fragments"]]
+    weighed = _weighed(ranks[0], len(groups), settings)
     if settings is not None and shares and len(whole) == len(groups):
-        landed = _land(whole, shards, buffers, settings.taken_from(ranks[0]["settings"]))
+        landed = _land(whole, shards, buffers, weighed, settings.taken_from(ranks[0]["settings"]))
     parameters: dict[str, OuterParameter] = {}
     for index, fragment in enumerate(ranks[0]["fragments"]):
         parameters |= to_parameters(fragment, [shard[index] for shard in shards])
@@ -602,7 +605,17 @@ def restart_from(groups: Sequence[Sequence[State | None]], settings: Settings | 
             "landings": counts["landings"] + landed,
             "flights_dropped": counts["flights_dropped"] + flights - landed,
         },
+        weighed=weighed,
     )
+
+
+def _weighed(state: State, groups: int, settings: Settings | None) -> Weighed:
+    """Returns what the weighing of a run knew, or what another one begins with, which cannot read that."""
+    weighing = state["settings"].get("weighing", repr(None))
+    states = {tuple(fragment["names"]): fragment["norms"] for fragment in state["fragments"]}
+    if settings is not None and weighing != repr(settings.weighing):
+        weighing, states = repr(settings.weighing), {names: settings.aggregation.start(groups) for names in states}
+    return Weighed(weighing, groups, states)
 
 
 def _mean_of(groups: Sequence[State]) -> State:
@@ -625,6 +638,7 @@ def _land(
     groups: Sequence[Sequence[State]],
     shards: list[list[OuterState]],
     buffers: Sequence[dict[str, Tensor]],
+    weighed: Weighed,
     settings: Settings,
 ) -> int:
     """Lands the flights of complete groups as these would have landed them; returns how many could."""
@@ -638,7 +652,9 @@ def _land(
         controls = [Control.merged([_control(flight) for flight in group]) for group in flights]
         fragment = controls[0].fragment
         landed += any(control.finite for control in controls)
-        count = settings.aggregation.count(controls, groups[0][0]["fragments"][fragment]["norms"])
+        names = tuple(groups[0][0]["fragments"][fragment]["names"])
+        count = settings.aggregation.count(controls, weighed.states[names])
+        weighed.states[names] = settings.aggregation.heard(controls, weighed.states[names])
         if not count.factors:
             continue
         for shard, optimizer in enumerate(optimizers):
@@ -654,11 +670,11 @@ def _land(
             before = shards[shard][fragment]
             shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
         outer = buffers[fragment]
-        names = list(outer)
+        buffer_names = list(outer)
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
         for position in flights[0][0]["travelling"]:
             sent = [flights[group][0]["buffers"][position] for group in count.factors]
-            name = names[position]
+            name = buffer_names[position]
             outer[name] = _new_outer(Kind(kinds[position]), sent, outer[name], True)
     return landed
 

@@ -21,7 +21,7 @@ from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
-from lightning_sdiloco.algorithm.weighting import Absences, Weighing
+from lightning_sdiloco.algorithm.weighting import REMEMBERED, Absences, Exclusions, Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.compression import Compression
@@ -112,8 +112,8 @@ class StreamingDiLoCo:
         mixing: Share of the local parameters kept on landing (alpha in the paper), or ``"auto"``; or a `LandingRule`,
             such as `Carry`.
         fragments: ``"strided"`` or ``"sequential"``, optionally with the repeated blocks per fragment, as in
-            ``"strided:3"`` (by default an eighth of them, from 1 to 3); ``"balanced"``; a number of fragments of equal
-            size; or a list of lists of shell-style patterns of names.
+            ``"strided:3"`` (by default an eighth of them, from 1 to 3, or more to make at most 32 fragments);
+            ``"balanced"``; a number of fragments of equal size; or a list of lists of shell-style patterns of names.
         compression: How outer gradients are encoded: a name from ``compression.COMPRESSIONS``, or a `Compression`.
         outer_lr: Learning rate of the outer Nesterov SGD. Like ``mixing`` and ``outer_momentum``, ``"auto"`` chooses by
             the number of groups, ``sync_every`` and the compression.
@@ -210,6 +210,7 @@ class StreamingDiLoCo:
         self.last_landing: Landing | None = None
         self.final_landings, self._early = list[Landing](), list[Landing]()
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
+        self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
@@ -314,9 +315,30 @@ class StreamingDiLoCo:
         counts.in_flight_s += landing.in_flight_s
         counts.bytes_sent += landing.bytes_sent
         counts.bytes_received += landing.bytes_received
+        if self.site is None and self.topology.rank == 0:
+            self._say_who_is_left_out(landing)
         self._absences.count(landing.launched_at, landing.landed_at, landing.left_out)
         self.last_landing = landing
         return landing
+
+    def _say_who_is_left_out(self, landing: Landing) -> None:
+        guard = "outlier_guard" if self.settings.weighing is None else f"weighing={self.settings.weighing!r}"
+        norms = ", ".join(f"{norm:.3g}" for norm in landing.group_norms)
+        too_long = f"is too long for {guard} (norms by group: {norms})"
+        left_out = dict.fromkeys(landing.left_out, "is not finite") | dict.fromkeys(landing.outlying, too_long)
+        for group, reason in left_out.items():
+            if self._exclusions.begins(group, landing.launched_at, self.settings.sync_every):
+                _log.warning(
+                    "The outer gradient of worker group %d %s: the mean of fragment %d, launched after inner step %d,"
+                    " leaves that group out, and the group takes the outer parameters. Look at its data, loss and"
+                    " learning rate. Until it has counted for %d rounds, only Landing and the metrics"
+                    " sdiloco/groups_left_out and sdiloco/groups_outlying tell of more.",
+                    group,
+                    reason,
+                    landing.fragment,
+                    landing.launched_at,
+                    REMEMBERED,
+                )
 
     def finish(self) -> list[Landing]:
         """Ends training: lands what is in flight, takes the mean of all local progress, and leaves the outer model.
@@ -624,7 +646,7 @@ class StreamingDiLoCo:
         """Restarts the rounds from an earlier run's outer state, with any groups and fragments. All ranks call it."""
         self._counts = Counts(**restart.counts)
         landed = {name: own for name, own in restart.parameters.items() if own.rounds}
-        self.rounds.begin(NamedOuter(landed, restart.untrained), self.inner_steps)
+        self.rounds.begin(NamedOuter(landed, restart.untrained), restart.weighed, self.inner_steps)
         self.view.write_outer(stays=True)
 
     @torch.no_grad()
@@ -632,11 +654,11 @@ class StreamingDiLoCo:
         """Continues as if these settings had held from the start. All ranks must call it, before any launch is due."""
         self._require_no_site()
         self.rounds.require_no_launch(self.inner_steps, settings)
-        before, began_at = self.rounds.fragments, self.rounds.began_at
+        before, weighed, began_at = self.rounds.fragments, self.rounds.weighed(), self.rounds.began_at
         outer = named_outer(before, self.topology.in_group)
         self.given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
         self._cut(cut(self.model, settings).fragments)
-        self.rounds.begin(outer, began_at)
+        self.rounds.begin(outer, weighed, began_at)
         for fragment in self.rounds.fragments:
             fragment.weight = before[0].weight
 
@@ -671,8 +693,9 @@ class StreamingDiLoCo:
             trained = {name: own._replace(values=mean[name].flatten()) for name, own in untrained.items()}
             outer = NamedOuter({**outer.parameters, **trained}, outer.untrained)
         take_over(self.model, before, outer, self.topology)
+        weighed = self.rounds.weighed()
         self._cut(fragments)
-        self.rounds.begin(outer, self.inner_steps)
+        self.rounds.begin(outer, weighed, self.inner_steps)
         return landed
 
     def _require_no_site(self) -> None:

@@ -85,6 +85,8 @@ class Synchronizer:
         # It always goes ahead where messages wait until all are known to have launched, or their lengths go ahead.
         self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
         self._flights = itertools.count()
+        # Whether the log has said that gradients of the warm-up were not finite.
+        self._has_said_spoilt = False
         # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
@@ -138,6 +140,7 @@ class Synchronizer:
         self._check(controls, launch)
         # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
         is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
+        self._say_if_spoilt(controls, launch, is_spoilt)
         controls = [own._replace(finite=True) for own in controls] if is_spoilt else controls
         count, began = self._count(controls, launch), time.perf_counter()
         # If groups exchange only with some, the mean is over these.
@@ -236,6 +239,17 @@ class Synchronizer:
         if launch.purpose is Purpose.ROUND:
             return self._weighing.count(controls, self._fragments[launch.fragment].weighing)
         return trained(controls) if launch.purpose is Purpose.GRADIENT else plain(controls)
+
+    def _say_if_spoilt(self, controls: Sequence[Control], launch: Launch, is_spoilt: bool) -> None:
+        if is_spoilt and not self._has_said_spoilt and self._topology.rank == 0:
+            self._has_said_spoilt = True
+            _log.warning(
+                "Gradients of worker group %s were not finite in inner step %d, in which groups average them, so they"
+                " are NaN in all groups. A GradScaler skips that step; without one, no group's parameters are finite"
+                " from here on. Start again from an earlier checkpoint, with gradient clipping or a lower rate.",
+                ", ".join(str(group) for group, control in enumerate(controls) if not control.finite),
+                launch.step,
+            )
 
     def _untrained(self, tails: Mapping[int, Tensor], launch: Launch) -> Arrived:
         """Returns what becomes of the untrained state that travels, given what groups sent. In-group collective."""

@@ -34,6 +34,7 @@ from torch.profiler import record_function
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.schedule import Every, Heard, Schedule
+from lightning_sdiloco.algorithm.weighting import Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
@@ -141,10 +142,18 @@ class Rounds:
         """Measures at every landing how far the groups agree, or no longer does."""
         self._diagnoses = self._synchronizer.diagnoses = diagnoses
 
-    def begin(self, outer: NamedOuter, began_at: int) -> None:
+    def begin(self, outer: NamedOuter, weighed: Weighed, began_at: int) -> None:
         """Begins the rounds from other outer state, by name. In-group collective."""
         start_from(self.fragments, outer, self._topology.in_group)
+        weighing, text, groups = self.settings.aggregation, repr(self.settings.weighing), self._topology.num_groups
+        for fragment in self.fragments:
+            fragment.weighing = weighed.state_for(fragment.layout.names, weighing, text, groups)
         self._begin_at(began_at)
+
+    def weighed(self) -> Weighed:
+        """Returns what is known of all groups, for rounds that begin again."""
+        states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
+        return Weighed(repr(self.settings.weighing), self._topology.num_groups, states)
 
     def _begin_at(self, step: int) -> None:
         self.began_at = step

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
 from lightning_sdiloco import Carry, OuterOptimizer, RandomPairs, Ring, Selective, StreamingDiLoCo, WorkerGroups
@@ -25,7 +25,17 @@ from lightning_sdiloco.compression import COMPRESSIONS, FP4, ByLink, ErrorFeedba
 from lightning_sdiloco.engine.checkpoint import random_state, restart_from
 from lightning_sdiloco.errors import AgreementError
 from tests import fits
-from tests.engine.groups import Groups, Values, copied, held, outer_state, through_a_file, unlike, with_statistics
+from tests.engine.groups import (
+    Groups,
+    Values,
+    copied,
+    held,
+    outer_state,
+    regression,
+    through_a_file,
+    unlike,
+    with_statistics,
+)
 from tests.engine.test_policies import DelayCompensation, Loudest, Rarer
 from tests.fits import LIGHTNING, refusal
 from tests.lightning.test_checkpoint import CHOICES, run_fit, save_folder, saving, traced
@@ -38,6 +48,11 @@ def is_idle(group: int, step: int) -> bool:
     return step % 20 > 12 + 2 * group or (group == 1 and step in (6, 7, 8, 9, 10))
 
 
+def growing(model: nn.Module, group: int, step: int, place: int, size: int) -> Tensor:
+    """A loss of which the second group's becomes five times as large, so that the guard leaves it out."""
+    return regression(model, group, step, place, size) * (5.0 if group == 1 and step > 15 else 1.0)
+
+
 MENU = ("fp4", "int2", "sparse")
 LINKS = [1e9, 11.0, 1.0]
 """Bytes per second: in 3 seconds enough for the first code, for the second of the first layer, and for none."""
@@ -47,6 +62,7 @@ BASE |= {"net": with_statistics, "fragments": [*LAYERS[:2], ["4.*", "7.*"], ["6.
 COSINE = OuterOptimizer(lr_schedule=partial(CosineAnnealingLR, T_max=7), clip_norm=0.2, outlier_guard=1.01)
 EVERYTHING: dict[str, Any] = {"sync_every": 3, "overlap_steps": 2, "outer_lr": 0.4, "outer_momentum": 0.9}
 EVERYTHING |= {"mixing": 0.5, "idle": is_idle, "outer_optimizer": COSINE}
+GROWING: dict[str, Any] = {"inner": "sgd", "loss": growing}
 EVERYTHING["micro_batches"] = lambda group, step: 1 + (group + step) % 3
 # "sparse" has the parts of "top_k", and "random_k" those of "random_block".
 CASES: dict[str, dict[str, Any]] = {
@@ -61,7 +77,7 @@ CASES |= {
     "a block by chance": {"compression": "random_block+memory"},
     "by link": {"compression": ByLink(MENU), "links": LINKS, "overlap_steps": 3},
     "everything": EVERYTHING,
-    "everything in two shots": {**EVERYTHING, "compression": "int4+memory", "exchange": "two_shot"},
+    "everything in two shots": {**EVERYTHING, **GROWING, "compression": "int4+memory", "exchange": "two_shot"},
     "warm-up": {"warmup_steps": 8},
     "policies": {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()},
     "policies of a user": {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation(), "inner": "sgd"},

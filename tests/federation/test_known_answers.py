@@ -254,25 +254,31 @@ def long(site: str, norm: float, **changes: object) -> object:
     return replace(own(site), norm_squared=norm**2, steps=8, **changes)
 
 
-def test_who_is_too_long_beside_the_others_or_its_own_past_is_left_out_also_by_a_hub_that_starts_again() -> None:
-    made = ledger("abc")
-    # In a first round by the others alone.
-    offer(made, long("a", 1.0), long("b", 50.0), long("c", 2.0))
-    (record,) = made.due(1.0)
-    assert record.left_out == (LeftOut("b", "too long", 25.0),)
-    records = [record]
-    made.append(record)
-    for _ in range(4):
-        offer(made, *(replace(long(site, 1.0), round=made.closed[0].round + 1) for site in "ac"))
-        records += made.due(9.0)
+def after_four_rounds(norms: dict[str, float], **changes: Any) -> tuple[Ledger, list[Record]]:
+    """A ledger whose sites have counted in four rounds with outer gradients of these norms, and its records."""
+    made, records = ledger("".join(norms), **changes), list[Record]()
+    for number in range(1, 5):
+        offer(made, *(replace(long(site, norm), round=number) for site, norm in norms.items()))
+        records += made.due(1.0)
         made.append(records[-1])
+    return made, records
+
+
+def test_who_is_too_long_for_its_own_past_is_left_out_also_by_a_hub_that_starts_again() -> None:
+    # Unequal data: who is always longer than the others counts from the first round.
+    made, records = after_four_rounds({"a": 1.0, "b": 50.0, "c": 2.0})
+    assert [record.left_out for record in records] == [()] * 4
+    offer(made, *(replace(long(site, norm), round=5) for site, norm in (("a", 1.0), ("b", 1250.0), ("c", 2.0))))
+    records += made.due(1.0)
+    assert records[-1].left_out == (LeftOut("b", "too long", 25.0),)
+    made.append(records[-1])
     again = Ledger(TERMS, RUN_CONFIG, 0.0, records)
     for one in (made, again):
         come(one, "ac")
         # Of two by their own past; of one alone nothing is known.
-        offer(one, *(replace(long(site, norm), round=6) for site, norm in (("a", 1.0), ("c", 11.0))))
+        offer(one, *(replace(long(site, norm), round=6) for site, norm in (("a", 1.0), ("c", 22.0))))
         assert close(one, 9.0) == ["a"]
-        offer(one, replace(long("c", 11.0), round=7))
+        offer(one, replace(long("c", 22.0), round=7))
         assert close(one, 9.0) == ["c"]
 
 
@@ -281,10 +287,11 @@ def test_who_trained_longer_may_be_longer_and_where_all_are_or_the_guard_is_off_
         (10.0, (1.0, 40.0, 1.0), 80, "abc"),
         (10.0, (1.0, 40.0, 1.0), 8, "ac"),
         (None, (1.0, 40.0, 1.0), 8, "abc"),
-        (10.0, (1.0, 0.0, 0.0), 8, "abc"),
+        (10.0, (9.0, 40.0, 30.0), 8, "abc"),
     ):
-        made = ledger("abc", guard=guard)
-        offer(made, *(replace(long(s, n), steps=steps if s == "b" else 8) for s, n in zip("abc", norms, strict=True)))
+        made, _ = after_four_rounds(dict.fromkeys("abc", 1.0), guard=guard)
+        sent = [replace(long(site, norm), round=5) for site, norm in zip("abc", norms, strict=True)]
+        offer(made, sent[0], replace(sent[1], steps=steps), sent[2])
         assert close(made) == [counted]
 
 

@@ -496,7 +496,7 @@ def test_a_site_whose_parameters_become_one_constant_costs_the_others_nothing(
 
 
 def test_a_site_that_is_left_out_again_and_again_is_asked_to_leave() -> None:
-    sites = founded(3, steps=20, **GUARDED)
+    sites = founded(3, steps=48, **GUARDED)
 
     def goes_on() -> None:
         for _ in range(40):
