@@ -39,19 +39,22 @@ from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
 from lightning_sdiloco.engine.rounds import Federated, Loop, Rounds, keep_until_done
-from lightning_sdiloco.engine.shards import digest, trainable, unwrapped
+from lightning_sdiloco.engine.shards import digest, local, unwrapped
 from lightning_sdiloco.engine.start import (
     NamedOuter,
+    Recut,
     WorkerGroups,
     agreed_fragments,
     align_ranks,
     broadcast,
     cut,
     cut_again,
+    follow_in_optimizers,
     named_outer,
     require_own_group,
     require_same_settings,
     say_what_averages_twice,
+    say_what_is_cut_again,
     say_what_trains_little,
     take_over,
     topology_for,
@@ -212,6 +215,7 @@ class StreamingDiLoCo:
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
         self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
+        self._next_cut: tuple[Fragment, ...] = ()  # While the model is cut again.
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
@@ -219,6 +223,9 @@ class StreamingDiLoCo:
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
         self.rounds.cut(fragments, self.settings)
+        self._show_fragments()
+
+    def _show_fragments(self) -> None:
         rounds = self.rounds
         self.view = OuterView(self.model, rounds.fragments, self.topology.in_group, rounds.storage, rounds.copies)
 
@@ -502,11 +509,13 @@ class StreamingDiLoCo:
 
     def local_digests(self) -> dict[str, int]:
         """Returns a digest of what this rank holds of each parameter, by name."""
-        return {
-            name: digest(held)
-            for fragment in self.rounds.fragments
-            for name, held in zip(fragment.layout.names, fragment.layout.held, strict=True)
-        }
+        digests: dict[str, int] = {}
+        for fragment in self.rounds.fragments:
+            for name, parameter in zip(fragment.layout.names, fragment.layout.parameters, strict=True):
+                # One that was reshaped since the cut is another parameter.
+                if self.rounds.cut_model.former_name(parameter) is not None:
+                    digests[name] = digest(local(parameter))
+        return digests
 
     @torch.no_grad()
     def set_outer(self, names: Collection[str] | None = None) -> None:
@@ -663,47 +672,89 @@ class StreamingDiLoCo:
             fragment.weight = before[0].weight
 
     def has_other_parameters(self) -> bool:
-        """Returns whether parameters were frozen or became trainable since the model was cut."""
-        return set(trainable(self.model)) != {name for own in self.rounds.fragments for name in own.layout.names}
+        """Returns whether parameters were frozen, became trainable or were replaced since the model was cut."""
+        return not self.rounds.cut_model.is_same()
 
-    @torch.no_grad()
-    def recut(self) -> list[Landing]:
-        """Cuts the model again after parameters were frozen or became trainable. All ranks must call it.
+    def has_new_parameters(self) -> bool:
+        """Returns whether parameters are trainable that are in no fragment, or are there in another shape."""
+        return bool(self.rounds.cut_model.new())
+
+    def recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
+        """Cuts the model again after parameters were frozen, became trainable or were replaced. All ranks must call it.
 
         Lands what is in flight, and returns it. A newly frozen parameter takes its outer value, or the mean of the
-        groups if it never landed; a newly trainable one starts from its value without momentum. Rounds restart.
+        groups if it never landed. A newly trainable one, another object under the same name, or one of another shape
+        starts from group 0's value without momentum. Rounds restart, unless names and sizes are the same. Of reshaped
+        parameters, gradients and the state of inner optimizers are dropped.
+
+        Args:
+            inner_optimizers: The optimizers of your loop, if you made others. Make them before.
         """
+        landed = self.land_for_recut(inner_optimizers)
+        recut = self.prepare_recut()
+        recut = recut.agreed(self.topology.world.all_gather_object(recut.names))
+        self.cut_again(recut, self.group_mean() if recut.needs_mean else None)
+        return landed
+
+    @torch.no_grad()
+    def land_for_recut(self, inner_optimizers: Sequence[Optimizer] | None = None) -> list[Landing]:
+        """Does the first part of `recut`: refuses what cannot be cut again, and lands every fragment in flight."""
+        self._require_open("recut()")
+        if self.view.is_shown:
+            raise RuntimeError("recut() was called while the outer model is shown. Call recut() outside evaluate().")
         self._require_no_site()
         if not self.settings.shares:
             raise ValueError(
-                f"Parameters were frozen or became trainable since training began. route={self.settings.route!r} cannot"
-                " follow: groups hold their own outer parameters, and a frozen one would stay different. Choose what is"
-                " trainable before training, and train in several fits."
+                "Parameters were frozen, became trainable or were replaced since training began."
+                f" route={self.settings.route!r} cannot follow: groups hold their own outer parameters, and a frozen"
+                " one would stay different. Choose what is trainable before training, and train in several fits."
             )
-        before = self.rounds.fragments
-        fragments = cut_again(self.model, before, self.settings, self.topology)
-        landed = self._counted(self.loop.land_all(self.inner_steps))
+        rounds = self.rounds
+        if inner_optimizers is not None:
+            self.use_optimizers(inner_optimizers)
+        self._next_cut = cut_again(rounds.cut_model, rounds.fragments, self.settings, self.topology)
+        for fragment in rounds.fragments:
+            fragment.let_go()
+        return self._counted(self.loop.land_all(self.inner_steps))
+
+    def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
+        """Takes other inner optimizers than those that the engine was made with; see `recut`."""
+        self.rounds.use_optimizers(inner_optimizers)
+        self._show_fragments()
+
+    @torch.no_grad()
+    def prepare_recut(self) -> Recut:
+        """Does the second part of `recut`: returns what becomes of the outer state, as far as this rank knows."""
         self.rounds.reshard()
-        outer = named_outer(before, self.topology.in_group)
-        frozen = set(outer.parameters) - set(trainable(self.model))
-        untrained = {name: own for name, own in outer.parameters.items() if name in frozen and not own.rounds}
-        if untrained:
-            # Their outer values are not trained, and no landing will come.
-            mean = self.view.named(self.group_mean())
-            trained = {name: own._replace(values=mean[name].flatten()) for name, own in untrained.items()}
-            outer = NamedOuter({**outer.parameters, **trained}, outer.untrained)
-        take_over(self.model, before, outer, self.topology)
-        weighed = self.rounds.weighed()
-        self._cut(fragments)
-        self.rounds.begin(outer, weighed, self.inner_steps)
-        return landed
+        outer = named_outer(self.rounds.fragments, self.topology.in_group)
+        return Recut.of(self.rounds.cut_model, self._next_cut, self.rounds.fragments, outer, self.settings)
+
+    @torch.no_grad()
+    def cut_again(self, recut: Recut, mean: GroupMean | None) -> None:
+        """Does the last part of `recut`, after all ranks have agreed and the mean is there if it needs one."""
+        if mean is not None:
+            # Outer values of what never landed are not trained, and no landing will come.
+            trained = self.view.named(mean)
+            frozen = {
+                name: own if own.rounds else own._replace(values=trained[name].flatten())
+                for name, own in recut.frozen.items()
+            }
+            recut = recut._replace(frozen=frozen)
+        take_over(self.rounds.fragments, recut, self.topology)
+        rounds, says = self.rounds, self.topology.rank == 0
+        if says:
+            say_what_is_cut_again(recut, rounds.cut_model, restarts=recut.fragments != rounds.partition)
+        rounds.copies.renew(recut.new)
+        follow_in_optimizers(recut, rounds.cut_model, rounds.inner_optimizers, says=says)
+        rounds.cut_again(recut, self.settings, self.inner_steps)
+        self._show_fragments()
 
     def _require_no_site(self) -> None:
         if self.site is not None:
             raise ValueError(
                 "A site's fragments and settings are fixed by the run config: while it trains, parameters cannot be"
-                " frozen or become trainable, and settings cannot change. Found another run, from the outer model of"
-                " this one."
+                " frozen, become trainable or be replaced, and settings cannot change. Found another run, from the"
+                " outer model of this one."
             )
 
     def report(self) -> dict[str, float]:

@@ -248,6 +248,11 @@ class FragmentState:
     def prefetch(self) -> None:
         self._prefetched = self.storage.prefetch(self.outer.values)
 
+    def let_go(self) -> None:
+        """Lets what is in flight land outside the model where that has something else, or nothing, by now."""
+        self.layout.let_go()
+        self.untrained.let_go()
+
     def launch(self, step: int, deadline: float, purpose: Purpose, requests: int) -> Launch:
         """Reads all that a flight carries. From here on the group's inner steps count from zero."""
         launch = self.read(step, deadline, purpose, requests)

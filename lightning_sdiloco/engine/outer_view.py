@@ -66,6 +66,11 @@ class OuterView:
         self._kept = set[str]()
         self.final: list[Tensor] | None = None
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether the model shows other values than the local ones, which are put aside."""
+        return self._stash is not None
+
     @contextmanager
     def shown(self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None) -> Iterator[None]:
         """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores the local one."""

@@ -39,8 +39,8 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import Background, Flight, LinkRate, StepClock, Synchronizer, completed
 from lightning_sdiloco.engine.fragments import FragmentState, Landing, Launch, Purpose, fragments_of
 from lightning_sdiloco.engine.outer import OuterStorage, ShardOptimizer
-from lightning_sdiloco.engine.shards import local, require_coverage, sharded_modules, trainable
-from lightning_sdiloco.engine.start import NamedOuter, require_same_fragments, start_from
+from lightning_sdiloco.engine.shards import CutModel, local, sharded_modules, trainable
+from lightning_sdiloco.engine.start import NamedOuter, Recut, require_same_fragments, start_from
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.memory import SparePages
 
@@ -117,6 +117,8 @@ class Rounds:
         self.requests, self.step_clock = 0, StepClock()
         self._topology, self._diagnoses = topology, False
         self._sharded, self._thread = sharded_modules(model), threading.get_ident()
+        # What the schedule heard of landings since the rounds began.
+        self._heard: Mapping[str, Any] = {}
         self.fragments: list[FragmentState] = []
 
     def cut(self, fragments: Sequence[Fragment], settings: Settings) -> None:
@@ -130,13 +132,23 @@ class Rounds:
         on_host = self.storage.device.type == "cpu"
         self._spare = SparePages(_KEPT_BYTES * longest) if on_host else None
         self._codec, self._shares = settings.codec, settings.shares
-        self._parameters = {id(parameter) for own in self.fragments for parameter in own.layout.parameters}
-        self.copies.watch(trainable(self.model))
-        for fragment in self.fragments:
-            fragment.layout.copies_of = self.copies.of
+        self.cut_model = CutModel(self.model)
+        self._watch_copies()
         # The last inner step in which gradients were launched, and how often.
         self._gradients_at = self._gradients = 0
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
+
+    def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
+        """Takes other inner optimizers, which may keep other copies of the weights."""
+        if list(inner_optimizers) != list(self.inner_optimizers):
+            self.copies = WeightCopies(inner_optimizers)
+            self._watch_copies()
+        self.inner_optimizers = inner_optimizers
+
+    def _watch_copies(self) -> None:
+        self.copies.watch(trainable(self.model))
+        for fragment in self.fragments:
+            fragment.layout.copies_of = self.copies.of
 
     def diagnose(self, diagnoses: bool) -> None:
         """Measures at every landing how far the groups agree, or no longer does."""
@@ -154,6 +166,28 @@ class Rounds:
         """Returns what is known of all groups, for rounds that begin again."""
         states = {tuple(fragment.layout.names): fragment.weighing for fragment in self.fragments}
         return Weighed(repr(self.settings.weighing), self._topology.num_groups, states)
+
+    def cut_again(self, recut: Recut, settings: Settings, step: int) -> None:
+        """Cuts the model as it is now, with the outer state that remains; nothing is in flight. In-group collective.
+
+        Rounds restart after this inner step. If the fragments are the same, for instance because a submodule was
+        replaced by a copy, they continue, and error feedback remains where a fragment has its parameters still.
+        """
+        before, partition, weighed = self.fragments, self.partition, self.weighed()
+        began_at, heard = self.began_at, self._heard
+        self.cut(recut.fragments, settings)
+        for fragment in self.fragments:
+            fragment.untrained.expect_unlike({*recut.known, *recut.new, *recut.frozen})
+        if self.partition != partition:
+            self.begin(recut.outer, weighed, step)
+            return
+        self.begin(recut.outer, weighed, began_at)
+        self._heard = heard
+        for fragment, former in zip(self.fragments, before, strict=True):
+            fragment.weight = former.weight
+            parameters = zip(fragment.layout.parameters, former.layout.parameters, strict=True)
+            if all(parameter is former_parameter for parameter, former_parameter in parameters):
+                fragment.memory, fragment.tuning, fragment.residual = former.memory, former.tuning, former.residual
 
     def _begin_at(self, step: int) -> None:
         self.began_at = step
@@ -179,9 +213,9 @@ class Rounds:
             module.reshard()
 
     def require_coverage(self) -> None:
-        """Refuses to go on with a parameter that is trained and in no fragment; see `shards.require_coverage`."""
+        """Refuses to go on with a parameter that is trained and in no fragment; see `CutModel.require_coverage`."""
         self.reshard()
-        require_coverage(self.model, self._parameters)
+        self.cut_model.require_coverage()
 
     def is_training_thread(self) -> bool:
         """Returns whether the caller runs in the thread that made the engine, or in a backward pass.
@@ -192,9 +226,8 @@ class Rounds:
 
     def has_parameters_of(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer steps a parameter that is in a fragment."""
-        return any(
-            id(parameter) in self._parameters for group in optimizer.param_groups for parameter in group["params"]
-        )
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return any(self.cut_model.former_name(parameter) is not None for parameter in parameters)
 
     def take_requests(self) -> int:
         """Returns what was requested since the last launch took it along."""

@@ -66,26 +66,123 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return further
 
 
-def require_coverage(model: nn.Module, known: Collection[int]) -> None:
-    """Refuses a model in which a parameter has become trainable that is in no fragment."""
-    found, left, seen = list[Tensor | None](), list[nn.Module | None]([model]), set[int]()
-    while left:
-        module = left.pop()
-        if module is None:
-            continue
-        if module._parameters:
-            found += module._parameters.values()
-        if module._modules and id(module) not in seen:
-            seen.add(id(module))
-            left += module._modules.values()
-    new = {id(one) for one in found if one is not None and id(one) not in known and one.requires_grad}
-    if new:
-        first = next(clean_name(name) for name, parameter in model.named_parameters() if id(parameter) in new)
-        raise AgreementError(
-            f"{len(new)} parameters have become trainable, such as {first!r}: they are in no fragment, and every group"
-            " would train its own. With Lightning, change what is trainable between epochs, in on_train_epoch_start at"
-            " the latest; in your own loop call recut() afterwards, on all ranks."
-        )
+_HOW_TO_CHANGE = (
+    "With Lightning, change what is trainable between epochs, in on_train_epoch_start at the latest, and replace"
+    " parameters there, too. With Fabric, set up the model and its optimizers again; in your own loop call recut()"
+    " afterwards, on all ranks."
+)
+
+
+class CutModel:
+    """Remembers the trainable parameters and the modules of a model that is cut, and finds what has changed since.
+
+    A parameter is the same as long as the object and its shape are, under whatever name: ``p.data`` may be replaced,
+    and a layer that is inserted into an ``nn.Sequential`` renames those behind it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._parameters = trainable(model)
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        self._kinds = {name: (parameter.dtype, parameter.device) for name, parameter in self._parameters.items()}
+        self._modules = {id(module): (name, module) for name, module in modules_of(model).items()}
+
+    def is_same(self) -> bool:
+        """Returns whether the same parameters are trainable, under the same names, of the same dtypes."""
+        parameters = trainable(self.model)
+        if any(self.former_name(parameter) != name for name, parameter in parameters.items()):
+            return False
+        return self._kinds == {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
+
+    def new(self) -> dict[str, Tensor]:
+        """Returns the trainable parameters that the cut does not have, or has in another shape."""
+        parameters = trainable(self.model)
+        return {name: parameter for name, parameter in parameters.items() if self.former_name(parameter) is None}
+
+    def frozen(self) -> set[str]:
+        """Returns the names of the parameters that are no longer trainable, whether or not the model still has them."""
+        unchanged = {name: own for name, own in self._parameters.items() if self.former_name(own) is not None}
+        return {name for name, parameter in unchanged.items() if not parameter.requires_grad}
+
+    def former_name(self, parameter: Tensor) -> str | None:
+        """Returns the name that a parameter had when the model was cut; None if it is another one, or was reshaped."""
+        name = self._names.get(id(parameter))
+        return name if name is not None and parameter.shape == self._shapes[name] else None
+
+    def former_parameter(self, name: str) -> Tensor | None:
+        """Returns the parameter that had a name when the model was cut; None if there was none."""
+        return self._parameters.get(name)
+
+    def former_place(self, name: str) -> str:
+        """Returns the name that a buffer had when the model was cut, by that of its module; "" if that is another one.
+
+        Args:
+            name: Its name of now.
+        """
+        module_name, _, key = name.rpartition(".")
+        module = modules_of(self.model)[module_name]
+        if id(module) not in self._modules:
+            return ""
+        former_name, _ = self._modules[id(module)]
+        return f"{former_name}.{key}" if former_name else key
+
+    def described(self) -> str:
+        """Describes which parameters have changed; empty if only their names or dtypes have."""
+        parameters = {clean_name(name): parameter for name, parameter in self.model.named_parameters()}
+        present = {id(parameter) for parameter in parameters.values()}
+        changed: dict[str, list[str]] = {}
+        for name in self.new():
+            former = self._parameters.get(name)
+            # What had this name may be elsewhere now.
+            is_replaced = former is not None and (former is parameters[name] or id(former) not in present)
+            changed.setdefault("been replaced or reshaped" if is_replaced else "become trainable", []).append(name)
+        for name, former in self._parameters.items():
+            if name in parameters and not parameters[name].requires_grad:
+                changed.setdefault("been frozen", []).append(name)
+            elif name not in parameters and id(former) not in present:
+                changed.setdefault("been removed", []).append(name)
+        return ", ".join([_counted(names, verb) for verb, names in changed.items()])
+
+    def require_coverage(self) -> None:
+        """Refuses a model in which a parameter is trainable that is in no fragment."""
+        found, left, seen = list[Tensor | None](), list[nn.Module | None]([self.model]), set[int]()
+        while left:
+            module = left.pop()
+            if module is None:
+                continue
+            if module._parameters:
+                found += module._parameters.values()
+            if module._modules and id(module) not in seen:
+                seen.add(id(module))
+                left += module._modules.values()
+        if any(one is not None and id(one) not in self._names and one.requires_grad for one in found):
+            raise AgreementError(
+                f"Since the model was cut into fragments, {self.described()}. What is new is in no fragment, and every"
+                f" group would train its own. {_HOW_TO_CHANGE}"
+            )
+
+    def require_devices(self) -> None:
+        """Refuses parameters on a device on which the model had none when it was cut."""
+        devices = {device for _, device in self._kinds.values()}
+        for name, parameter in trainable(self.model).items():
+            if parameter.device not in devices:
+                raise ValueError(
+                    f"The parameter {name!r} is on {str(parameter.device)!r}, but the engine trains the model on"
+                    f" {str(next(iter(devices)))!r}. Make new layers there, with .to(device), and move the model before"
+                    " training only."
+                )
+
+
+def _counted(names: Sequence[str], verb: str) -> str:
+    if len(names) == 1:
+        return f"the parameter {names[0]!r} has {verb}"
+    return f"{len(names)} parameters have {verb}, such as {names[0]!r}"
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules by name, without what torch.compile adds to it."""
+    return {clean_name(f"{name}.")[:-1]: module for name, module in model.named_modules()}
 
 
 Runs = list[tuple[int, int]]
@@ -345,7 +442,7 @@ class FragmentLayout(ABC):
         # Finds what optimizers keep as copies of a parameter, which has to change with it; set by `Rounds.cut`.
         self.copies_of: Callable[[Tensor], Sequence[Tensor]] = _no_copies
         self._held: Callable[[Tensor], Tensor] = local if any(map(is_sharded, parameters)) else Tensor.detach
-        self._shapes = [held.shape for held in self.held]
+        self._shapes = [self._held(parameter).shape for parameter in parameters]
         self._numels = [shape.numel() for shape in self._shapes]
         # Which values of which parameters the shard has, and how many, one parameter behind the other.
         self._pieces = [(index, own) for index, own in enumerate(pieces) if own.start < own.stop]
@@ -354,8 +451,26 @@ class FragmentLayout(ABC):
 
     @property
     def held(self) -> list[Tensor]:
-        """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``."""
-        return [self._held(parameter) for parameter in self.parameters]
+        """What this rank holds of each parameter. Looked up every time, because others may rebind ``.data``.
+
+        Raises:
+            AgreementError: If a parameter has another shape than when the model was cut.
+        """
+        held = [self._held(parameter) for parameter in self.parameters]
+        for name, tensor, shape in zip(self.names, held, self._shapes, strict=True):
+            if tensor.shape != shape:
+                raise AgreementError(
+                    f"Since the model was cut into fragments, the shape of the parameter {name!r} has changed from"
+                    f" {tuple(shape)} to {tuple(tensor.shape)}. {_HOW_TO_CHANGE}"
+                )
+        return held
+
+    def let_go(self) -> None:
+        """Puts zeros in the place of reshaped parameters: what is in flight for them lands there, outside the model."""
+        for index, shape in enumerate(self._shapes):
+            parameter = self.parameters[index]
+            if self._held(parameter).shape != shape:
+                self.parameters[index] = torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
 
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:

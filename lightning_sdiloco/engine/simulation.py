@@ -14,6 +14,7 @@ from lightning_sdiloco.engine.flight import InlineBackground
 from lightning_sdiloco.engine.fragments import Landing
 from lightning_sdiloco.engine.outer_view import GroupMean
 from lightning_sdiloco.engine.shards import trainable
+from lightning_sdiloco.engine.start import require_same_signatures, signature
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 
 
@@ -102,6 +103,32 @@ class SimulatedGroups:
         own = self._first_own()
         for engine in self.engines:
             engine.view.write_untrained(own)
+
+    def recut(self, inner_optimizers: Sequence[Sequence[Optimizer]] = ()) -> list[list[Landing]]:
+        """Cuts the models of all groups again; see `StreamingDiLoCo.recut`. Returns what landed in each group.
+
+        Args:
+            inner_optimizers: The optimizers of each group, if you made others.
+        """
+        models = [engine.model for engine in self.engines]
+        require_same_signatures([signature(model) for model in models])
+        _require_own_parameters(models)
+        _require_own_state(inner_optimizers)
+        optimizers: Sequence[Sequence[Optimizer] | None] = inner_optimizers or [None for _ in self.engines]
+        landed = [engine.land_for_recut(own) for engine, own in zip(self.engines, optimizers, strict=True)]
+        recuts = [engine.prepare_recut() for engine in self.engines]
+        names = [recut.names for recut in recuts]
+        recuts = [recut.agreed(names) for recut in recuts]
+        means: Sequence[GroupMean | None] = [None for _ in self.engines]
+        if recuts[0].needs_mean:
+            *_, means = zip(*(engine.average_now() for engine in self.engines), strict=True)
+        with torch.no_grad():
+            for name, values in recuts[0].new.items():
+                for recut in recuts[1:]:
+                    recut.new[name].copy_(values)
+        for engine, recut, mean in zip(self.engines, recuts, means, strict=True):
+            engine.cut_again(recut, mean)
+        return landed
 
     def group_mean(self) -> GroupMean:
         """Returns the mean of the groups, which any of the ``engines`` shows; see `StreamingDiLoCo.group_mean`."""

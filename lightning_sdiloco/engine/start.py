@@ -28,6 +28,7 @@ from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.outer import OuterState, ShardOptimizer, nesterov_step
 from lightning_sdiloco.engine.shards import (
+    CutModel,
     OuterParameter,
     ShardedLayout,
     aliases,
@@ -42,7 +43,7 @@ from lightning_sdiloco.engine.shards import (
     to_parameters,
     trainable,
 )
-from lightning_sdiloco.engine.untrained import default_kinds, untrained_places
+from lightning_sdiloco.engine.untrained import Kind, kinds_of
 from lightning_sdiloco.engine.weight_copies import WeightCopies
 from lightning_sdiloco.launch.rendezvous import launched_processes
 
@@ -262,16 +263,7 @@ def require_same_start(start: str, world: Communicator) -> None:
 
 def require_same_model(model: nn.Module, world: Communicator) -> None:
     """Refuses models whose parameters differ in name, shape, dtype or order between ranks. All ranks must call it."""
-    signatures = world.all_gather_object(_signature(model))
-    # Tensors are paired by their order, so that must be the same too.
-    places = [{name: f"in place {place}" for place, name in enumerate(signature)} for signature in signatures]
-    differences = _differences(signatures) or _differences(places)
-    if differences:
-        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
-        raise ValueError(
-            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
-            " shapes and dtypes. Do not let its construction depend on the rank."
-        )
+    require_same_signatures(world.all_gather_object(signature(model)))
     is_on_host = all(parameter.device.type == "cpu" for parameter in model.parameters())
     if differences := _differences(
         world.all_gather_object({"what known values give": rounding() if is_on_host else ""})
@@ -357,7 +349,19 @@ def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) 
     return same_parts and all(other == ranks[0][0] for other, _ in ranks)
 
 
-def _signature(model: nn.Module) -> dict[str, str]:
+def require_same_signatures(signatures: list[dict[str, str]]) -> None:
+    # Tensors are paired by their order, so that must be the same too.
+    places = [{name: f"in place {place}" for place, name in enumerate(names)} for names in signatures]
+    differences = _differences(signatures) or _differences(places)
+    if differences:
+        shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
+        raise ValueError(
+            f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
+            " shapes and dtypes. Do not let its construction depend on the rank."
+        )
+
+
+def signature(model: nn.Module) -> dict[str, str]:
     """Describes what must be the same of every parameter and buffer, in their order."""
     found = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
@@ -390,10 +394,11 @@ def _differences(ranks: list[dict[str, str]]) -> list[str]:
 
 
 class NamedOuter(NamedTuple):
-    """Holds the outer state of all fragments, whole, by name."""
+    """Holds the outer state of all fragments, whole, by name; ``rounds`` is how many outer steps were made at least."""
 
     parameters: Mapping[str, OuterParameter]
     untrained: Mapping[str, Tensor]
+    rounds: int = 0
 
 
 def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> NamedOuter:
@@ -411,7 +416,7 @@ def named_outer(fragments: Sequence[FragmentState], in_group: Communicator) -> N
 def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: Communicator) -> None:
     """Takes outer state by name. What is not named keeps its local value, and starts without momentum."""
     # All fragments of a round see the same learning rate, new ones, too.
-    rounds = max((parameter.rounds for parameter in outer.parameters.values()), default=0)
+    rounds = max([outer.rounds, *(parameter.rounds for parameter in outer.parameters.values())])
     for fragment in fragments:
         layout, known = fragment.layout, dict(outer.parameters)
         if any(name not in known for name in layout.names):
@@ -421,32 +426,144 @@ def start_from(fragments: Sequence[FragmentState], outer: NamedOuter, in_group: 
         fragment.start_from(layout.to_shard([known[name] for name in layout.names]), outer.untrained)
 
 
+class Recut(NamedTuple):
+    """What becomes of a model that is about to be cut again; nothing of it is in flight.
+
+    Attributes:
+        fragments: The new cut.
+        outer: The outer state of what remains, by its name of now.
+        frozen: The outer parameters of what is no longer trainable, by its name of before.
+        known: The parameters and the untrained state that remain.
+        new: Those that there were not, or in another shape: all groups take those of the first.
+    """
+
+    fragments: tuple[Fragment, ...]
+    outer: NamedOuter
+    frozen: Mapping[str, OuterParameter]
+    known: dict[str, Tensor]
+    new: dict[str, Tensor]
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether the mean of the groups is needed: some frozen parameters never landed, and now never will."""
+        return not all(parameter.rounds for parameter in self.frozen.values())
+
+    @property
+    def names(self) -> tuple[list[str], list[str]]:
+        """The names of what is new and of what was frozen here, for `agreed`."""
+        return list(self.new), list(self.frozen)
+
+    def agreed(self, names: Sequence[tuple[list[str], list[str]]]) -> "Recut":
+        """Returns what all ranks do, given the names of all: what one has replaced is new in all of them."""
+        new = {name for names_of_rank, _ in names for name in names_of_rank}
+        frozen = set.intersection(*(set(names_of_rank) for _, names_of_rank in names))
+        outer = self.outer._replace(
+            parameters={name: own for name, own in self.outer.parameters.items() if name not in new},
+            untrained={name: own for name, own in self.outer.untrained.items() if name not in new},
+        )
+        return self._replace(
+            outer=outer,
+            frozen={name: own for name, own in self.frozen.items() if name in frozen},
+            new={name: tensor for name, tensor in (self.known | self.new).items() if name in new},
+        )
+
+    @staticmethod
+    def of(
+        cut_model: CutModel,
+        fragments: tuple[Fragment, ...],
+        before: Sequence[FragmentState],
+        outer: NamedOuter,
+        settings: Settings,
+    ) -> "Recut":
+        """Divides the outer state of a cut: what is trained on, what was frozen, and what is no longer there."""
+        model = cut_model.model
+        rounds = max(parameter.rounds for parameter in outer.parameters.values())
+        parameters, untrained = dict[str, OuterParameter](), dict[str, Tensor]()
+        known, new = dict[str, Tensor](), dict[str, Tensor]()
+        for name, parameter in trainable(model).items():
+            former_name = cut_model.former_name(parameter)
+            if former_name is None:
+                new[name] = parameter
+            else:
+                known[name], parameters[name] = parameter, outer.parameters[former_name]
+        kinds_before = {name: kind for state in before for name, kind in state.untrained.kinds_by_name().items()}
+        for place, kind in kinds_of(model, settings.untrained or {}, kinds_before).items():
+            # Code replaces the tensors of buffers as it likes, so they are known by their module.
+            former_name = cut_model.former_place(place.name)
+            values = outer.untrained.get(former_name)
+            if values is not None and values.shape == place.tensor.shape:
+                known[place.name], untrained[place.name] = place.tensor, values
+            elif kinds_before.get(former_name) is Kind.OWN:
+                known[place.name] = place.tensor
+            elif kind is not Kind.OWN or not place.is_parameter:
+                new[place.name] = place.tensor
+        frozen = {name: outer.parameters[name] for name in sorted(cut_model.frozen())}
+        return Recut(fragments, NamedOuter(parameters, untrained, rounds), frozen, known, new)
+
+
 @torch.no_grad()
-def take_over(model: nn.Module, fragments: Sequence[FragmentState], outer: NamedOuter, topology: Topology) -> None:
+def take_over(fragments: Sequence[FragmentState], recut: Recut, topology: Topology) -> None:
     """Prepares a model for a new cut: frozen parameters take their outer value, new ones group 0's."""
-    now = trainable(model)
-    frozen = {name: parameter.values for name, parameter in outer.parameters.items() if name not in now}
+    frozen = {name: parameter.values for name, parameter in recut.frozen.items()}
     for fragment in fragments:
         fragment.layout.write_named(frozen)
-    kinds = default_kinds(model, untrained_places(model))
-    buffers = {place.name: place.tensor for place in kinds if not place.is_parameter}
-    known = outer.parameters.keys() | {name for fragment in fragments for name in fragment.untrained.kinds_by_name()}
-    for name, tensor in (now | buffers).items():
-        if name not in known:
-            broadcast(tensor, topology)
+    for tensor in recut.new.values():
+        broadcast(tensor, topology)
 
 
 def cut_again(
-    model: nn.Module, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
+    cut_model: CutModel, fragments: Sequence[FragmentState], settings: Settings, topology: Topology
 ) -> tuple[Fragment, ...]:
-    """Cuts a model again after parameters were frozen or became trainable. All ranks must call it."""
+    """Cuts a model again after what is trainable has changed. All ranks must call it."""
     if any(is_sharded(parameter) for fragment in fragments for parameter in fragment.layout.parameters):
         raise ValueError(
-            "Parameters were frozen or became trainable since training began. FSDP2 cannot follow: new ones would not"
-            " be trained. Choose what is trainable in configure_model, and train in several fits."
+            "Parameters were frozen, became trainable or were replaced since training began. FSDP2 cannot follow: new"
+            " ones would not be trained. Choose what is trainable in configure_model, and train in several fits."
         )
-    require_same_model(model, topology.world)
-    return cut(model, settings).fragments
+    require_same_model(cut_model.model, topology.world)
+    partition = cut(cut_model.model, settings)
+    cut_model.require_devices()
+    return partition.fragments
+
+
+def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) -> None:
+    has_new = any(isinstance(tensor, nn.Parameter) for tensor in recut.new.values())
+    elsewhere = "parameters have been replaced on other ranks" if has_new else "names or dtypes have changed"
+    _log.warning(
+        "The model is cut again, into %d fragments, and rounds %s: since the last cut, %s.%s",
+        len(recut.fragments),
+        "restart" if restarts else "continue",
+        cut_model.described() or elsewhere,
+        " What is new starts from the values of the first worker group, without outer momentum." if has_new else "",
+    )
+
+
+def follow_in_optimizers(recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool) -> None:
+    """Drops gradients and optimizer state of another shape, and warns of new parameters that no optimizer steps."""
+    stepped = set[int]()
+    for optimizer in optimizers:
+        # Lightning takes anything that has the methods of an optimizer.
+        for group in getattr(optimizer, "param_groups", ()):
+            stepped |= set(map(id, group["params"]))
+    unstepped = list[str]()
+    for name, tensor in recut.new.items():
+        if not isinstance(tensor, nn.Parameter):
+            continue
+        former = cut_model.former_parameter(name)
+        if former is tensor and cut_model.former_name(tensor) is None:
+            tensor.grad = None
+            for optimizer in optimizers:
+                optimizer.state.pop(tensor, None)
+        # Perhaps none stepped what was replaced, such as a copy of another submodule.
+        elif former is not tensor and id(tensor) not in stepped and (former is None or id(former) in stepped):
+            unstepped.append(name)
+    if optimizers and unstepped and says:
+        _log.warning(
+            "No inner optimizer steps %d of the new parameters, such as %r: they do not train. Give them to one with"
+            " add_param_group, or make a new optimizer, before the model is cut again.",
+            len(unstepped),
+            unstepped[0],
+        )
 
 
 def require_same_fragments(fragments: Sequence[FragmentState], saved: Sequence[Mapping[str, object]]) -> None:

@@ -79,6 +79,11 @@ class Place(NamedTuple):
         return module._parameters if self.is_parameter else module._buffers
 
     @property
+    def is_there(self) -> bool:
+        """Whether the model still has it."""
+        return self._held.get(self.key) is not None
+
+    @property
     def tensor(self) -> Tensor:
         tensor: Tensor | None = self._held.get(self.key)
         if tensor is None:
@@ -344,9 +349,10 @@ class OwnState:
         places: Where the model holds it.
     """
 
-    def __init__(self, places: Sequence[Place], digests: Mapping[str, int]) -> None:
+    def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
         self.places = list(places)
-        # Those at the start of training, where the model was cut before.
+        self.known = set(digests)
+        # Those at the start of training, where the model was cut before; None where groups have begun unlike.
         self.digests = {place.name: digests.get(place.name, digest(place.values)) for place in self.places}
         self._mark = self._marked()
         self._has_changed = False
@@ -429,6 +435,22 @@ class UntrainedState:
     def launched(self) -> None:
         """Notes that a flight has taken along what the model holds now."""
         self._rewritten.clear()
+
+    def let_go(self) -> None:
+        """Puts copies in the place of what the model no longer has, or has in another shape, until it is cut again."""
+        self.own.places = [place for place in self.own.places if place.is_there]
+        for index, place in enumerate(self._places):
+            if not place.is_there or place.values.shape != self._shapes[index]:
+                outside = nn.Module()
+                outside.register_buffer(place.key, self.outer[index].clone())
+                self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
+
+    def expect_unlike(self, known: Collection[str]) -> None:
+        """Takes note of frozen parameters that are not known to be alike in all groups, such as those of a new copy."""
+        for place in self.own.places:
+            if place.name not in known and place.name not in self.own.known:
+                self.own.digests[place.name] = None
+                self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
         """Copies what travels as it is now; where code has bound a tensor of another shape, the outer values."""

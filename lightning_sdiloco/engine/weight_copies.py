@@ -161,6 +161,13 @@ class WeightCopies:
                 group = topology.peers if is_sharded(copies[name]) else topology.world
                 group.broadcast(local(copies[name]))
 
+    def renew(self, parameters: Mapping[str, Tensor]) -> None:
+        """Makes the copies of some parameters what these are now, because they were overwritten."""
+        for name, parameter in parameters.items():
+            for copy in self._copies_of(name, parameter):
+                if copy.tensor.shape == parameter.shape:
+                    local(copy.tensor).copy_(local(parameter))
+
     def take(self, others: "WeightCopies") -> None:
         """Takes the copies of another worker group, of the same optimizers."""
         values = {(copy.name, copy.key): copy.tensor for copy in others._all()}

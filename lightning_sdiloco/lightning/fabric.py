@@ -80,6 +80,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._nets: list[nn.Module] = []
         self._wrapped: list[DistributedDataParallel] = []
         self._inner_optimizers: list[Optimizer] = []
+        self._is_set_up_again = False  # While the model in training is.
         self._landings: list[Landing] = []
         self._samples, self._trained = 0, 1
         self._saves_with_all = self._saved_alone = False
@@ -159,9 +160,16 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                     " step. Convert the model with nn.SyncBatchNorm.convert_sync_batchnorm(model,"
                     " fabric.strategy.topology.in_group.process_group)."
                 )
-        require_same_model(module, self.topology.world)
-        align_model(module, self.topology)
-        self._nets.append(module)
+        if self.engine is not None and self.engine.is_training(unwrapped(module)):
+            if not self._is_set_up_again:
+                raise ValueError(
+                    "This model is in training. Set it up again together with its optimizers, in all processes:"
+                    " model, optimizer = fabric.setup(model, optimizer)."
+                )
+        else:
+            require_same_model(module, self.topology.world)
+            align_model(module, self.topology)
+            self._nets.append(module)
         self._ddp_kwargs["process_group"] = self.topology.in_group.process_group
         wrapped = super().setup_module(module)
         if self.topology.group_size > 2 and not (wrapped.static_graph or wrapped.find_unused_parameters):
@@ -169,6 +177,27 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         wrapped.register_forward_pre_hook(self._begin_batch, with_kwargs=True)
         self._wrapped.append(wrapped)
         return wrapped
+
+    @override
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *schedulers: Any) -> Any:
+        set_up = super().setup_module_and_optimizers
+        engine = self.engine
+        if engine is None or not engine.is_training(unwrapped(module)):
+            return set_up(module, optimizers, *schedulers)
+        # The model in training has other parameters or optimizers, which replace those from before.
+        self._wrapped = [wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)]
+        self._inner_optimizers = []
+        self._is_set_up_again = True
+        try:
+            made = set_up(module, optimizers, *schedulers)
+        finally:
+            self._is_set_up_again = False
+        self._shown.forget()
+        if any(self.topology.world.all_gather_object(engine.has_other_parameters())):
+            self._landings = engine.recut(self._inner_optimizers)
+        else:
+            engine.use_optimizers(self._inner_optimizers)
+        return made
 
     def _begin_batch(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module.training and torch.is_grad_enabled():
@@ -180,6 +209,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._inner_optimizers.append(optimizer)
+        if self._is_set_up_again:
+            return super().setup_optimizer(optimizer)
         # Made before the model took the values of rank 0, it may hold copies of others.
         copies = WeightCopies([optimizer])
         members = [parameter for group in optimizer.param_groups for parameter in group["params"]]

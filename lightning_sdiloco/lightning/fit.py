@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -91,7 +91,9 @@ class Fit(FitState):
         self.patches = ExitStack()
         self._epoch_has_stepped: bool | None = None  # None until a batch of the epoch has ended.
         self._announcement: Announcement | None = None
-        self.is_closed = self._epoch_begins = self.has_gathered = False
+        self.is_closed = self.has_gathered = False
+        # Whether hooks may change what is trainable, and whether they did since the model was wrapped.
+        self._is_between_epochs = self._must_wrap = False
         # The inner step that the batches since the last one belong to.
         self.samples = self._micro_batches = 0
         self._early: list[Landing] = []  # What landed between two inner steps; the next one reports it.
@@ -118,6 +120,7 @@ class Fit(FitState):
         patches.callback(setattr, groups, "announce", None)
         begin_epochs_alike(trainer, patches)
         self.evaluation.begin(patches)
+        wrap(patches, trainer, "save_checkpoint", self._save)
         # In manual optimization an optimizer may be stepped without Lightning's wrapper, and may be made at any time.
         patches.callback(register_optimizer_step_post_hook(self._note_step).remove)
 
@@ -187,7 +190,7 @@ class Fit(FitState):
         self._interval, self._row = None, {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        self._epoch_begins, self._epoch_has_stepped = True, None
+        self._is_between_epochs, self._epoch_has_stepped = True, None
         if self.engine is not None:
             self.counts_micro_batches = follow_engine(self.trainer, self.engine) or self.counts_micro_batches
 
@@ -206,29 +209,49 @@ class Fit(FitState):
         if self._epoch_hooks and self.engine is not None and not self.engine.is_finished:
             self._epoch_digests = self.engine.local_digests()
 
-    def recut(self) -> bool:
-        """Cuts the model again if an epoch begins with other trainable parameters."""
-        begins, self._epoch_begins = self._epoch_begins, False
-        if begins:
+    def follow_model(self) -> bool:
+        """Follows what hooks have changed where an epoch begins; returns whether the model must be wrapped anew."""
+        if self._is_between_epochs and self.engine is not None:
+            must_recut = self._any_rank(self.engine.has_other_parameters())
+            self._recut_or_take(self.engine, must_recut)
+        self._is_between_epochs = False
+        must_wrap, self._must_wrap = self._must_wrap, False
+        return must_wrap
+
+    def _any_rank(self, holds: bool) -> bool:
+        return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
+
+    def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
+        """Takes weights that hooks have overwritten, and cuts the model again if it must. All ranks must call it."""
+        if not must_recut:
             self._take_rewritten()
-        engine = self.engine
-        if not begins or engine is None or not engine.has_other_parameters():
-            return False
-        self.groups.meet()
-        before = {name for fragment in engine.fragments for name in fragment.names}
+            return
+        # What hooks have reshaped is no longer what the fragments hold.
+        for fragment in engine.rounds.fragments:
+            fragment.let_go()
+        self._take_rewritten()
         self.evaluation.shown.forget()
         # What other groups asked for with these launches is decided, and logged, at the next inner step.
-        self._early += engine.recut()
-        now = {name for fragment in engine.fragments for name in fragment.names}
-        if self.trainer.is_global_zero:
+        self._early += engine.recut(self.trainer.strategy.optimizers)
+        self._must_wrap = True
+
+    def _save(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Lets a checkpoint that is saved between two epochs hold what hooks have just replaced."""
+        engine, waits = self.engine, not (self.groups.failed or self.is_ending)
+        if engine is None or engine.is_finished:
+            save(*args, **kwargs)
+            return
+        if self._is_between_epochs and waits and not engine.view.is_shown:
+            if self._any_rank(engine.has_other_parameters()):
+                self._recut_or_take(engine, must_recut=True)
+                self._note_before_hooks()
+        elif engine.has_new_parameters():
             _log.warning(
-                "%d parameters became trainable and %d were frozen since the last epoch: the model is cut again, into"
-                " %d fragments, and rounds restart.",
-                len(now - before),
-                len(before - now),
-                len(engine.fragments),
+                "A checkpoint is saved after parameters were replaced, before the model is cut again: a fit that"
+                " resumes from it begins with the old ones. Replace parameters in on_train_epoch_start or"
+                " on_train_epoch_end."
             )
-        return True
+        save(*args, **kwargs)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._note(self.end_batch(batch))
@@ -321,6 +344,7 @@ class Fit(FitState):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as an inner step."""
+        self._is_between_epochs = True
         self._note_before_hooks()
         if self.groups.topology.num_groups > 1:
             self.groups.meet()
@@ -379,7 +403,11 @@ class Fit(FitState):
         if self.engine is None or self.groups.failed:
             return []
         self.groups.meet()
-        landings = self.engine.finish()
+        # Hooks at the end of the last epoch may have replaced parameters, which all groups end with alike.
+        if not self.engine.is_finished and self._any_rank(self.engine.has_new_parameters()):
+            self._recut_or_take(self.engine, must_recut=True)
+        landings = [*self._early, *self.engine.finish()]
+        self._early = []
         self.epochs.collect()
         return landings
 

@@ -394,7 +394,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _follow_what_is_trainable(self) -> None:
-        if self.fit.recut() and isinstance(self.model, DistributedDataParallel):
+        if self.fit.follow_model() and isinstance(self.model, DistributedDataParallel):
             # The old wrapper only knows the parameters that were trainable when it was made. Its hooks on parameters
             # last as long as it does, and it is part of a reference cycle, so the garbage collector must run.
             self.model = None

@@ -281,3 +281,39 @@ def test_a_loop_that_forgets_the_gradients_of_a_warmup_is_told_before_groups_dri
     engine.close()
     assert "Inner step 1 belongs to the warm-up" in told
     assert "average_gradients" in told
+
+
+def with_another_head(rank: int, world_size: int) -> dict[str, Tensor]:
+    fabric = fabric_of(world_size, fragments="strided:1")
+    model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
+    for step in range(1, 20):
+        if step == 10:
+            assert fabric.strategy.engine.in_flight
+            body = net[0].weight.detach().clone()
+            net[6] = nn.Linear(9, 4)
+            model, optimizer = fabric.setup(net, inner_optimizer("adamw", net))
+            assert not fabric.strategy.engine.in_flight
+            assert agreed({"head": net[6].weight.detach()})
+            assert not agreed({"body": body})
+            assert not agreed({"body": net[0].weight.detach()}), "groups keep what they have trained"
+        size = world_size // 2
+        x, y = batch(rank // size, step)
+        train(fabric, optimizer, nn.functional.mse_loss(model(x)[:, :3], y))
+    assert fabric.strategy.engine.in_flight
+    fabric.strategy.finish()
+    return {name: own.detach().clone() for name, own in net.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_model_with_another_head_is_set_up_again_with_a_new_optimizer(ranks: int) -> None:
+    found = run_ranks(with_another_head, ranks)
+    assert found[0]["6.weight"].shape == (4, 9)
+    assert all(same(own, found[0]) for own in found)
+
+
+@in_ranks(2)
+def test_a_model_in_training_is_not_set_up_again_without_its_optimizers(rank: int) -> None:
+    fabric = fabric_of(2)
+    model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("sgd", net))
+    train(fabric, optimizer, model(torch.ones(1, 5)).mean())
+    assert "Set it up again together with its optimizers" in refusal(fabric.setup_module, net)
