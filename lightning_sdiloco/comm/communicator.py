@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_sdiloco.memory import new_vector
 
@@ -104,8 +105,62 @@ class Communicator:
         if staged is not tensor:
             tensor.copy_(staged)
 
+    def channel(self, engine: int) -> "Communicator":
+        """Returns a communicator among the same ranks that only the engine with that number uses, if they have gloo."""
+        has_messages = self.process_group is not None and self.is_on_host and self.size > 1
+        return MessageCommunicator(self.process_group, engine) if has_messages else self
+
     def _staged(self, tensor: Tensor) -> Tensor:
         return to_host(tensor) if self.is_on_host else tensor
+
+
+# Users may send messages over the same process groups, with lower tags.
+_FIRST_TAG = 1 << 30
+
+
+class MessageCommunicator(Communicator):
+    """Gathers and broadcasts by messages with a tag, over a process group of gloo that several threads may share.
+
+    Collectives of gloo are matched by the order in which a rank begins them, and two threads have no common order.
+    Gathering takes half as long as gloo's own, which goes round the ranks and copies the result.
+    """
+
+    def __init__(self, process_group: Any, engine: int) -> None:
+        super().__init__(process_group)
+        self._process_group, self._tag = process_group, _FIRST_TAG + engine
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+
+    @override
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        sent = self._staged(tensor).contiguous()
+        received = [sent if rank == self.rank else torch.empty_like(sent) for rank in range(self.size)]
+        works = [self._receive(received[rank], rank) for rank in self._others]
+        works += [self._send(sent, rank) for rank in self._others]
+        for work in works:
+            work.wait()
+        return [to_device(part, tensor.device) for part in received]
+
+    @override
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        staged = self._staged(tensor).contiguous()
+        # In a tree: in every turn each rank that has the values sends them to one that does not.
+        place, holders, works = (self.rank - source) % self.size, 1, []
+        while holders < self.size:
+            if holders <= place < 2 * holders:
+                self._receive(staged, (place - holders + source) % self.size).wait()
+            elif place < holders and place + holders < self.size:
+                works.append(self._send(staged, (place + holders + source) % self.size))
+            holders *= 2
+        for work in works:
+            work.wait()
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def _send(self, tensor: Tensor, rank: int) -> Any:
+        return self._process_group.send([tensor], rank, self._tag)
+
+    def _receive(self, tensor: Tensor, rank: int) -> Any:
+        return self._process_group.recv([tensor], rank, self._tag)
 
 
 class _AllGather(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -37,9 +38,11 @@ class Exchange(ABC, Generic[Posted]):
         learns_sizes: Whether messages may be posted before their receivers know how long they are.
         arrived: When the last message of each group came, where that is seen; 0 of this group.
         sends_bytes_per_s: What the link carries to each receiver; 0 where that is not known.
+        open_channels: The channels in use, where there may be only one; None where there may be any number.
     """
 
     learns_sizes = True
+    open_channels: "weakref.WeakSet[Any] | None" = None
 
     def __init__(self, groups: int) -> None:
         self.num_groups = groups
@@ -67,6 +70,16 @@ class Exchange(ABC, Generic[Posted]):
             sizes: How long they are, where that was not known when they were posted.
         """
 
+    @abstractmethod
+    def channel(self, engine: int) -> "Exchange[Posted]":
+        """Returns an exchange between the same groups whose messages reach only the engine with that number.
+
+        Messages of different numbers never mix, in whatever order they are posted. 0 is for those of no engine.
+        """
+
+    def close(self) -> None:
+        """Releases what no other channel may use meanwhile. Messages on their way are lost."""
+
     def _count(self, own: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
         self.bytes_sent += sum([message.numel() for group, message in enumerate(sent) if group != own])
         self.bytes_received += sum([message.numel() for group, message in enumerate(received) if group != own])
@@ -86,14 +99,28 @@ class _Travelling:
     failure: Unanswered | None = None
 
 
+# Exchanges of one engine that share process groups: each has its own tag.
+_TAGS = 2
+
+
 class DirectExchange(Exchange[_Travelling]):
-    """Sends from each group to each other one, over a process group of gloo for each direction."""
+    """Sends from each group to each other one, over a process group of gloo for each direction.
+
+    Exchanges may share process groups if they differ in ``tag``, 0 or 1, or in ``engine``: gloo delivers a message only
+    to who waits for its tag.
+    """
 
     def __init__(
-        self, up: dist.ProcessGroup, down: dist.ProcessGroup, tag: int = 0, pacing: Pacing | None = None
+        self,
+        up: dist.ProcessGroup,
+        down: dist.ProcessGroup,
+        tag: int = 0,
+        pacing: Pacing | None = None,
+        engine: int = 0,
     ) -> None:
         super().__init__(dist.get_world_size(up))
-        self._tag, self._pacing = tag, pacing or Pacing()
+        self._up, self._down, self._number = up, down, tag
+        self._tag, self._pacing = _TAGS * engine + tag, pacing or Pacing()
         self._group = dist.get_rank(up)
         self._ranks = dist.get_process_group_ranks(up)
         # By the other group: over which process group this one sends to it, and over which it receives.
@@ -103,6 +130,10 @@ class DirectExchange(Exchange[_Travelling]):
             if group != self._group
         }
         self._latest = -1
+
+    @override
+    def channel(self, engine: int) -> "DirectExchange":
+        return DirectExchange(self._up, self._down, self._number, self._pacing, engine)
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> _Travelling:
@@ -211,6 +242,10 @@ class VaryingExchange(Exchange[tuple[Any, Any]]):
         self._received = [0.0] * messages.num_groups
 
     @override
+    def channel(self, engine: int) -> "VaryingExchange":
+        return VaryingExchange(self._lengths.channel(engine), self._messages.channel(engine))
+
+    @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[Any, Any]:
         heads = [_packed(message.numel(), rate) for message, rate in zip(messages, self._received, strict=True)]
         return self._lengths.post(heads), self._messages.post(messages, ())
@@ -249,21 +284,29 @@ def _unpacked(head: Tensor) -> tuple[int, float]:
 # In one process
 
 
+_Table = dict[int, dict[int, Sequence[Tensor]]]
+"""By number of a message and group: what the group sends."""
+
+
 class InProcessExchange(Exchange[tuple[int, Sequence[Tensor]]]):
     """Carries messages between worker groups that all live in one process; there is one such exchange for each.
 
-    Messages wait in a table until all groups have taken them. Collecting before all groups have posted is an error
-    rather than a wait: there is no group to wait for.
+    Messages wait in a table, one for each engine, until all groups have taken them. Collecting before all groups have
+    posted is an error rather than a wait: there is no group to wait for.
     """
 
-    def __init__(self, group: int, groups: int, table: dict[int, dict[int, Sequence[Tensor]]]) -> None:
+    def __init__(self, group: int, groups: int, tables: dict[int, "_Table"], engine: int = 0) -> None:
         super().__init__(groups)
-        self._group, self._table, self._posted = group, table, 0
+        self._group, self._tables, self._table, self._posted = group, tables, tables[engine], 0
 
     @staticmethod
     def connect(groups: int) -> list["InProcessExchange"]:
-        table: dict[int, dict[int, Sequence[Tensor]]] = defaultdict(dict)
-        return [InProcessExchange(group, groups, table) for group in range(groups)]
+        tables: dict[int, _Table] = defaultdict(lambda: defaultdict(dict))
+        return [InProcessExchange(group, groups, tables) for group in range(groups)]
+
+    @override
+    def channel(self, engine: int) -> "InProcessExchange":
+        return InProcessExchange(self._group, self.num_groups, self._tables, engine)
 
     @override
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Sequence[Tensor]]:
@@ -337,7 +380,8 @@ class DeviceExchange(Exchange[_OnDevice]):
     [Note: a device is in one order] What a device has begun to send it goes on with until the other side does the same,
     and what waits for all of the device, as the first use of a kernel may, waits for that too. So messages begin to
     travel when they are collected: after the words of all groups, who then have made theirs, and in an order that is
-    the same on all ranks. Hops of two flights that began in different orders were seen to wait for each other.
+    the same on all ranks. Hops of two flights that began in different orders were seen to wait for each other. Two
+    engines have no common order, so only one may have a channel at a time.
     """
 
     learns_sizes = False
@@ -350,6 +394,19 @@ class DeviceExchange(Exchange[_OnDevice]):
         self._ranks = dist.get_process_group_ranks(process_group)
         self._others = [group for group in range(self.num_groups) if group != self._group]
         self._given_up: list[_OnDevice] = []
+        self.open_channels: weakref.WeakSet[DeviceExchange] = weakref.WeakSet()
+
+    @override
+    def channel(self, engine: int) -> "DeviceExchange":
+        channel = DeviceExchange(self._process_group, self.device)
+        # What was given up must stay as long as the process group.
+        channel._given_up, channel.open_channels = self._given_up, self.open_channels
+        self.open_channels.add(channel)
+        return channel
+
+    @override
+    def close(self) -> None:
+        self.open_channels.discard(self)
 
     def meet(self, deadline: float) -> None:
         """Makes the connections, which a backend does with its first messages. All groups must call it."""

@@ -2,10 +2,11 @@
 
 import atexit
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from numbers import Integral
 from typing import Any, Literal
@@ -159,6 +160,45 @@ class Topology:
     exchange: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     second_hop: Exchange[Any] = field(default_factory=lambda: InProcessExchange.connect(1)[0])
     background: Callable[[torch.device], Any] | None = None
+    engine: int = 0
+    """The number of the engine whose channels these are; 0 for those of no engine."""
+    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers the engines of this process that share these ranks, in the order in which they are made."""
+    starts: list[list[int]] = field(default_factory=list)
+    """By rank, digests of models whose ranks began with unlike values; engines that share these ranks add to it."""
+
+    def for_engine(self) -> "Topology":
+        """Returns the same ranks with channels that no other engine uses. All ranks must call it.
+
+        No process group is made: engines share them, and their messages have different tags.
+        """
+        channels = self.exchange.open_channels
+        if channels is not None and (ranks := _ranks_with(self.world, bool(channels))):
+            raise ValueError(
+                f"exchange='...:nccl' was given, but another engine of this process exchanges over NCCL, too (on"
+                f" {len(ranks)} of {self.world.size} ranks), and their messages would wait for each other. Call"
+                " finish() or close() of the other engine first, or leave ':nccl' out for gloo, where engines are"
+                " independent."
+            )
+        engine = next(self.numbers)
+        exchange = self.exchange.channel(engine)
+        has_one_exchange = self.second_hop is self.exchange
+        return replace(
+            self,
+            engine=engine,
+            world=self.world.channel(engine),
+            peers=self.peers.channel(engine),
+            in_group=self.in_group.channel(engine),
+            in_site=self.in_site.channel(engine),
+            control=self.control.channel(engine),
+            exchange=exchange,
+            second_hop=exchange if has_one_exchange else self.second_hop.channel(engine),
+            stages=tuple(stage.channel(engine) for stage in self.stages),
+        )
+
+    def close(self) -> None:
+        """Releases the channels of an engine that has ended."""
+        self.exchange.close()
 
     @staticmethod
     def simulated(groups: int) -> list["Topology"]:
@@ -245,6 +285,10 @@ class Topology:
             exchange=exchange,
             second_hop=second_hop,
         )
+
+
+def _ranks_with(world: Communicator, fact: bool) -> list[int]:
+    return [rank for rank, holds in enumerate(world.all_gather_object(fact)) if holds]
 
 
 # Process groups have threads and sockets, and torch keeps them until the default group is destroyed.

@@ -187,7 +187,7 @@ class StreamingDiLoCo:
         topology: Topology | None = None,
     ) -> None:
         given = Settings.among(locals())
-        self.topology = topology_for(model, given, 1 if federation else worker_groups, topology)
+        self.topology = topology_for(model, given, 1 if federation else worker_groups, topology).for_engine()
         self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
@@ -391,6 +391,7 @@ class StreamingDiLoCo:
         self.loop.close()
         self.rounds.background.close()
         self.rounds.close()
+        self.topology.close()
 
     def _require_open(self, called: str) -> None:
         if self._is_closed:

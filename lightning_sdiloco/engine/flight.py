@@ -30,7 +30,7 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, plain, trained
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, combined, plain, trained
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import STAGES, Topology
@@ -53,6 +53,9 @@ _REMEMBERED, _FLIGHTS = 16, 3
 # Below so many values the control vector goes along in the message of the payload: another message would cost more than
 # a copy. In one flight of so many it goes ahead all the same, which shows how long the payload is on the link.
 _SHORT, _AHEAD = 1 << 16, 7
+
+# The number of an engine times this goes into every digest: an odd number of 64 bits keeps all digests apart.
+_ENGINE_DIGEST = 0x9E3779B97F4A7C15
 
 _log = logging.getLogger(__name__)
 
@@ -92,6 +95,8 @@ class Synchronizer:
         # where both hops have one exchange, which one thread may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
         self._hands_over = codec.varies() or (relays and topology.second_hop is not topology.exchange)
+        # For errors, where a process has more than one.
+        self._of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
 
     def fly(self, launch: Launch) -> Work[Arrival]:
         """Flies a fragment, in up to three stages. In-group collective, in the order of the launches on all ranks."""
@@ -221,7 +226,7 @@ class Synchronizer:
             # A norm that is not finite does not decide: it may overflow where every value is finite.
             finite=math.isfinite(norm) or bool(launch.gradient.isfinite().all()),
             weight=launch.weight,
-            digest=fragment.digest(launch),
+            digest=combined([fragment.digest(launch), _ENGINE_DIGEST * self._topology.engine]),
             norm_squared=norm,
             changed=0 if launch.purpose is Purpose.GRADIENT else fragment.untrained.changed(launch.buffers),
             step_time=launch.step_time,
@@ -345,12 +350,14 @@ class Synchronizer:
             alike = "outer parameters and buffers" if has_buffers else "outer parameters"
             alike = "outer optimizer state" if launch.purpose is Purpose.START else alike
             what = f"{differs} the same {alike}"
+            if launch.purpose is Purpose.GRADIENT:
+                what = "do not average gradients of the same engine"
         if len(set(values.values())) > 1:
             told = ", ".join(f"group {group}: {value}" for group, value in values.items())
             raise AgreementError(
-                f"The worker groups {what} at the launch of fragment {own.fragment} after inner step {own.step}"
-                f" ({told}). If training went on, they would drift apart unnoticed. Resume all groups from one"
-                " checkpoint."
+                f"The worker groups {what} at the launch of fragment {own.fragment}{self._of_engine} after inner step"
+                f" {own.step} ({told}). If training went on, they would drift apart unnoticed. Resume all groups from"
+                " one checkpoint."
             )
         # In a leg without finite values, each group goes back to its own outer parameters.
         if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):

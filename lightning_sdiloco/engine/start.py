@@ -52,6 +52,9 @@ _log = logging.getLogger(__name__)
 LEAST_USUAL_RATE = 0.05
 """An outer optimizer with a lower rate gets a warning."""
 
+# How errors call it.
+_NUMBER = "the number of this engine in its process"
+
 
 class WorkerGroups:
     """Divides the ranks of ``torch.distributed`` into worker groups, before there is a model.
@@ -143,7 +146,7 @@ def agreed_fragments(
     model: nn.Module, settings: Settings, topology: Topology, copies: WeightCopies, *, is_site: bool = False
 ) -> tuple[tuple[Fragment, ...], torch.device]:
     """Makes sure that all ranks start from the same settings and model, and cuts it. All ranks must call it."""
-    require_same_settings(settings.described(), topology.world)
+    require_same_settings({**settings.described(), _NUMBER: str(topology.engine)}, topology.world)
     check_legs(settings.routing, topology.num_groups)
     require_same_model(model, topology.world)
     partition = cut(model, settings)
@@ -326,11 +329,34 @@ def _listed(ranks: list[int]) -> str:
 
 def align_model(model: nn.Module, topology: Topology) -> bool:
     """Gives all groups the parameters and buffers of the first, and returns whether they differed. All must call it."""
-    differed = not is_aligned(model, topology)
+    ranks = _digests(model, topology)
+    differed = not _are_alike(ranks, topology.group_size)
     if differed:
+        _warn_of_exchanged_models([hash(rank) for rank in ranks], topology)
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor, topology)
     return differed
+
+
+def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
+    """Warns of ranks that gave an earlier engine the model of group 0 for this one, and this one the model for that."""
+    first_group = ranks[: topology.group_size]
+    for earlier in topology.starts:
+        exchanged = [
+            rank
+            for rank, own in enumerate(ranks)
+            if own != first_group[rank % topology.group_size]
+            and own == earlier[rank % topology.group_size]
+            and earlier[rank] == first_group[rank % topology.group_size]
+        ]
+        if exchanged and not topology.rank:
+            _log.warning(
+                "Two models of one shape were exchanged: %s gave an earlier engine what rank 0 gives this one, and the"
+                " other way round. They now hold rank 0's values under the other's name. Make engines in the same order"
+                " on all ranks; sets, for example, have another order in each process.",
+                _listed(exchanged),
+            )
+    topology.starts.append(ranks)
 
 
 def broadcast(tensor: Tensor, topology: Topology) -> None:
@@ -340,13 +366,23 @@ def broadcast(tensor: Tensor, topology: Topology) -> None:
 
 def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
     """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
+    return _are_alike(_digests(model, topology, with_buffers), topology.group_size)
+
+
+def _digests(
+    model: nn.Module, topology: Topology, with_buffers: bool = True
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns, by rank, the digests of the tensors that it holds whole, and of those that it holds in part."""
     reshard(model)
     tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
     whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
     parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
-    ranks = topology.world.all_gather_object((whole, parts))
-    same_parts = all(ranks[rank][1] == ranks[rank % topology.group_size][1] for rank in range(len(ranks)))
-    return same_parts and all(other == ranks[0][0] for other, _ in ranks)
+    return [(tuple(own), tuple(own_parts)) for own, own_parts in topology.world.all_gather_object((whole, parts))]
+
+
+def _are_alike(ranks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], group_size: int) -> bool:
+    same_parts = all(parts == ranks[rank % group_size][1] for rank, (_, parts) in enumerate(ranks))
+    return same_parts and all(whole == ranks[0][0] for whole, _ in ranks)
 
 
 def require_same_signatures(signatures: list[dict[str, str]]) -> None:
@@ -357,7 +393,8 @@ def require_same_signatures(signatures: list[dict[str, str]]) -> None:
         shown = "; ".join(differences[:5]) + (f"; and {len(differences) - 5} more" if len(differences) > 5 else "")
         raise ValueError(
             f"The model differs between ranks: {shown}. All ranks must build the same model, with the same names,"
-            " shapes and dtypes. Do not let its construction depend on the rank."
+            " shapes and dtypes. Do not let its construction depend on the rank. If a process trains several models,"
+            " all ranks must make their engines in the same order."
         )
 
 

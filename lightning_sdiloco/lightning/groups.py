@@ -6,7 +6,9 @@ Inside a batch the collectives of Lightning and of user code stay in the worker 
 import inspect
 import logging
 import subprocess
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -60,6 +62,13 @@ _PER_BATCH_HOOKS = frozenset(
 )
 
 
+# The trainers that run in this process, by their groups, each with its thread.
+_running: "weakref.WeakKeyDictionary[ConnectedGroups, threading.Thread]" = weakref.WeakKeyDictionary()
+
+# Threads make the default process group, and what belongs to it, once.
+_connecting = threading.Lock()
+
+
 class ConnectedGroups:
     """The ranks of all worker groups. It lives as long as the strategy, over several fits."""
 
@@ -85,12 +94,39 @@ class ConnectedGroups:
         """Whether this rank ends with an exception and must not wait for others, which may be gone or elsewhere."""
         return self.failed and self._topology is not None and self._topology.world.size > 1
 
+    def enter(self) -> None:
+        """Notes that a trainer begins to run in this thread, until `leave`."""
+        _running[self] = threading.current_thread()
+
+    def leave(self) -> None:
+        _running.pop(self, None)
+
     def check(self, host: Any, options: Options, model_format: WholeModel) -> None:
         """Refuses ranks that cannot be divided into worker groups, and devices that NCCL cannot connect."""
         _layout(host, options, model_format)
         self._device_backend(options, host)
 
     def connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
+        with _connecting:
+            self._refuse_another_thread()
+            self._connect(host, options, model_format, set_up)
+
+    def _refuse_another_thread(self) -> None:
+        """Refuses to run beside a trainer of another thread if there are other processes.
+
+        Engines have channels of their own, but trainers meet in the default process group, before validations and at
+        the end, and ranks would take the meeting of one trainer for that of another.
+        """
+        thread = threading.current_thread()
+        others = [other.name for other in _running.values() if other is not thread and other.is_alive()]
+        if self in _running and others and is_connected() and world().size > 1:
+            raise ValueError(
+                f"A trainer already runs in the thread {others[0]!r} of this process, and this one was started in"
+                f" {thread.name!r}: with {world().size} processes their collectives would be taken for each other's."
+                " Run one after the other, or in processes of their own."
+            )
+
+    def _connect(self, host: Any, options: Options, model_format: WholeModel, set_up: Callable[[], None]) -> None:
         timeout = options.settings.timeout
         layout = _layout(host, options, model_format)
         try:

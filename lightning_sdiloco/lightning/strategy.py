@@ -298,6 +298,11 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
         trainer.callbacks[:] = [self._fit, *(one for one in trainer.callbacks if not isinstance(one, Fit))]
 
     @override
+    def setup_environment(self) -> None:
+        self._groups.enter()
+        super().setup_environment()
+
+    @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         start_method = getattr(self, "_start_method", "popen")
@@ -449,6 +454,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             # This waits for a thread that is still writing.
             super().teardown()
         finally:
+            self._groups.leave()
             if self._fit is not None:
                 self._fit.checkpointer.close()
 

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,8 +150,9 @@ def test_a_group_that_never_answers_is_given_up_at_the_deadline() -> None:
 
 def stopping(rank: int, world_size: int, how: str) -> None:
     """A training in which the last rank, of the last group, stops after the launch of a fragment."""
-    topology = joined(world_size, 2, "pretend")
-    training = Training("pretend", topology.group_index, topology=topology, timeout=timedelta(seconds=1))
+    groups = joined(world_size, 2, "pretend")
+    training = Training("pretend", groups.group_index, topology=groups, timeout=timedelta(seconds=1))
+    topology = training.engine.topology
     if rank == world_size - 1:
         if how == "silent":
             # Its hosts go on to answer, and its device does not.
@@ -168,6 +170,26 @@ def test_a_device_that_is_silent_ends_the_run_in_time_and_its_group_is_named_and
         assert re.search(r"ExchangeError: .*worker group 1 did not answer.*raise timeout", errors[rank], re.S)
     errors = run_ranks(stopping, 2, "dies", expect_failure=True, timeout=60)
     assert re.search(r"ExchangeError: worker group 1 (went away|did not answer)", errors[0])
+
+
+def test_a_second_engine_between_devices_is_refused_until_the_first_has_ended() -> None:
+    def run(rank: int, world_size: int) -> str:
+        topology = joined(2, 2, "pretend")
+        make = partial(Training, "pretend", rank, topology=topology)
+        first = make()
+        told = fits.refusal(make)
+        if rank:
+            first.engine.close()
+        assert fits.refusal(make) == told.replace("on 2 of", "on 1 of"), "all ranks decide alike"
+        first.engine.close()
+        shown_run(make())
+        shown_run(make())
+        return told
+
+    for told in run_ranks(run, 2, timeout=60):
+        assert re.search(
+            "another engine .*over NCCL, too .on 2 of 2 ranks.*finish.* or close.* leave ':nccl' out", told
+        )
 
 
 def test_devices_that_cannot_reach_each_other_are_refused_before_training() -> None:
@@ -191,10 +213,11 @@ def test_messages_travel_once_all_groups_have_launched_and_in_the_same_order_on_
     """Otherwise devices may wait for each other, each with a hop that the other has not begun: one was seen to."""
 
     def run(rank: int, world_size: int) -> tuple[list[int], float, float]:
-        topology, began = joined(2, 2, "pretend"), list[tuple[int, float]]()
+        began = list[tuple[int, float]]()
         fragments = [["0.*"], ["1.*", "2.*", "3.*"]]
         choices = {"compression": "fp32", "exchange": "two_shot", "fragments": fragments, "overlap_steps": 5}
-        training = Training("pretend", rank, topology=topology, **choices)
+        training = Training("pretend", rank, topology=joined(2, 2, "pretend"), **choices)
+        topology = training.engine.topology
         travel, patch = dist.batch_isend_irecv, pytest.MonkeyPatch()
         patch.setattr(dist, "batch_isend_irecv", lambda calls: (began.append(noted(calls)), travel(calls))[1])
         post, launched = topology.control.post, list[float]()

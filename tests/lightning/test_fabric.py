@@ -317,3 +317,27 @@ def test_a_model_in_training_is_not_set_up_again_without_its_optimizers(rank: in
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("sgd", net))
     train(fabric, optimizer, model(torch.ones(1, 5)).mean())
     assert "Set it up again together with its optimizers" in refusal(fabric.setup_module, net)
+
+
+def test_two_models_of_two_fabrics_train_together_as_each_does_alone() -> None:
+    def trained(rank: int, world_size: int, seeds: tuple[int, ...]) -> list[dict[str, Tensor]]:
+        fabrics, models, optimizers = [], [], []
+        for seed in seeds:
+            fabric = fabric_of(world_size, warmup_steps=5)
+            model, optimizer = fabric.setup(net := mlp(seed), inner_optimizer("adamw", net))
+            fabrics.append(fabric)
+            models.append(model)
+            optimizers.append(optimizer)
+        for step in range(1, 30):
+            x, y = batch(rank, step)
+            for fabric, model, optimizer in zip(fabrics, models, optimizers, strict=True):
+                train(fabric, optimizer, nn.functional.mse_loss(model(x), y))
+        for fabric in fabrics:
+            fabric.strategy.finish()
+        return [{name: values.clone() for name, values in model.state_dict().items()} for model in models]
+
+    cases = {str(seeds): partial(trained, seeds=seeds) for seeds in ((1,), (2,), (1, 2))}
+    played = play(2, cases)
+    for rank in range(2):
+        (first,), (second,), together = (played[name][rank] for name in cases)
+        assert [same(together[0], first), same(together[1], second)] == [True, True]

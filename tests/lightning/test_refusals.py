@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -458,3 +459,17 @@ def test_the_rank_that_differs_from_all_others_is_named_and_of_many_parameters_s
     told += missing(refusal(StreamingDiLoCo, layer(3 + (rank == 1))), MODEL_ADVICE, odd)
     many = nn.Sequential(*(nn.Linear(5 + rank, 5 + rank) for _ in range(10)))
     assert told + missing(refusal(StreamingDiLoCo, many), MODEL_ADVICE, "; and 15 more") == []
+
+
+@in_ranks(2)
+def test_a_trainer_beside_one_of_another_thread_is_refused_where_there_are_other_processes(rank: int) -> None:
+    told = list[str]()
+
+    def fit_in_another_thread(trainer: Any) -> None:
+        with ThreadPoolExecutor() as threads:
+            told.append(threads.submit(refusal, fits.fit, rank, 2, 2, 4, {}).result())
+
+    beside = {"callbacks": [fits.at({2: fit_in_another_thread})]}
+    fits.fit(rank, 2, 2, 4, {}, trainer_choices=beside)
+    fits.fit(rank, 2, 2, 4, {})
+    assert missing(*told, "already runs in the thread 'MainThread' ... with 2 processes ... one after the other") == []

@@ -6,6 +6,8 @@ import inspect
 import pickle
 import pydoc
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -163,3 +165,20 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
         advice = told.partition(" DDP's. ")[2]
         many = f"Choose sync_every={max(enough)} " if enough else "For 10 rounds train for more inner steps"
         assert advice.startswith(many)
+
+
+@in_ranks(1)
+def test_fits_in_two_threads_of_a_single_process_train_as_each_does_alone(rank: int) -> None:
+    choices = {"sync_every": 4, "overlap_steps": 2, "fragments": 2, "warmup_steps": 0}
+
+    def fit(net: nn.Module) -> Any:
+        # Made beforehand, because threads share random numbers.
+        make = partial(fits.module, net=net)
+        return fits.fit(0, 1, 1, 40, choices, make=lambda *_, **__: make())
+
+    alone = [fit(mlp(seed)) for seed in (1, 2)]
+    nets = [mlp(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor() as threads:
+        together = list(threads.map(fit, nets))
+    for one, other in zip(together, alone, strict=True):
+        fits.assert_same(one["outer"], other["outer"])

@@ -138,7 +138,7 @@ Until = Callable[[Callable[[], bool]], None]
 def simulated_topologies(groups: int, until: Until) -> list[Topology]:
     """Makes the topologies of worker groups of one rank each, whose threads take turns."""
     tables: dict[int, _Meeting] = defaultdict(_Meeting)
-    words, places, sent, sent_on = ([0] * groups for _ in range(4))
+    words, places, sent, sent_on = (defaultdict[int, list[int]](lambda: [0] * groups) for _ in range(4))
     return [
         replace(
             topology,
@@ -200,12 +200,19 @@ class SimulatedWorld(Communicator):
 class TurnTakingExchange(Exchange[tuple[int, Any]]):
     """An exchange that lets the other groups have their turns until all have posted."""
 
-    def __init__(self, exchange: Exchange[Any], group: int, sent: list[int], until: Until) -> None:
+    def __init__(
+        self, exchange: Exchange[Any], group: int, sent: dict[int, list[int]], until: Until, engine: int = 0
+    ) -> None:
         super().__init__(exchange.num_groups)
         self._exchange = exchange
         self._group = group
-        self._sent = sent
+        # How many messages each group has sent, by engine.
+        self._sent_by_engine, self._sent = sent, sent[engine]
         self._until = until
+
+    def channel(self, engine: int) -> "TurnTakingExchange":
+        exchange = self._exchange.channel(engine)
+        return TurnTakingExchange(exchange, self._group, self._sent_by_engine, self._until, engine)
 
     def post(self, messages: Sequence[Tensor], sizes: Sequence[int] | None = None) -> tuple[int, Any]:
         self._sent[self._group] += 1
