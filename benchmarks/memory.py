@@ -2,8 +2,9 @@
 
     python -m benchmarks.memory [--quick] [--json FILE] [--picture FILE]
 
-First how much the resident memory of a rank grows while it trains, for each method. Then the engine alone in real
-processes: the processor time that a launch and a landing take from the training thread, and what the background takes.
+First how much the resident memory of a rank grows while it trains, for each method, without and with the end, at which
+the last exchange lands. Then the engine alone in real processes: the processor time that a launch and a landing take
+from the training thread, and what the background takes.
 The peers need Pythons of their own: benchmarks/peers/install.sh.
 """
 
@@ -42,6 +43,9 @@ METHODS = {
     "streaming": ("Streaming DiLoCo, fp4", RED),
 }
 
+# What is read from the rows of methods: in rounds, and with what comes after the last inner step.
+PEAKS = {"memory": "bytes per parameter", "memory_to_the_end": "bytes per parameter with the end"}
+
 Row = dict[str, Any]
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -61,8 +65,8 @@ def memory(sizes: dict[str, Size], methods: list[str]) -> list[Row]:
     for ((name, method), job), (_, found) in zip(wanted.items(), results(list(wanted.values())), strict=True):
         numel = parameters(job.case.size)
         rows.append({"size": name, "parameters": numel, "method": method, **found})
-        told = f"{found['memory'] / numel:.1f} bytes a parameter" if "memory" in found else found["reason"]
-        report.said(f"{name}, {method}: {told}")
+        peaks = [f"{found[peak] / numel:.1f} {unit}" for peak, unit in PEAKS.items() if peak in found]
+        report.said(f"{name}, {method}: {', '.join(peaks) or found['reason']}")
     return rows
 
 
@@ -146,11 +150,11 @@ def flights(quick: bool) -> dict[str, Flights]:
 
 
 def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
-    numbers = {
-        f"{row['method']}, {row['size']}: bytes per parameter": row["memory"] / row["parameters"]
-        for row in memories
-        if "memory" in row
-    }
+    numbers = {}
+    for row in memories:
+        for peak, name in PEAKS.items():
+            if peak in row:
+                numbers[f"{row['method']}, {row['size']}: {name}"] = row[peak] / row["parameters"]
     for row in flown:
         values = row["parameters"] / row["fragments"]
         for what in ("launch", "landing", "background"):
@@ -159,17 +163,8 @@ def headline(memories: list[Row], flown: list[Row]) -> dict[str, float]:
 
 
 def show(memories: list[Row], flown: list[Row]) -> None:
-    sizes = list(dict.fromkeys((row["size"], row["parameters"]) for row in memories))
-    table = []
-    for method in dict.fromkeys(row["method"] for row in memories):
-        cells = []
-        for size, numel in sizes:
-            row = next(row for row in memories if (row["method"], row["size"]) == (method, size))
-            told = f"{row['memory'] / 1e6:,.0f} ({row['memory'] / numel:.1f})" if "memory" in row else "-"
-            cells.append(told)
-        table.append([METHODS[method][0], *cells])
-    columns = ["method", *(f"{numel:,} parameters" for _, numel in sizes)]
-    report.show("Peak memory of a rank over that before training, MB (bytes per parameter)", columns, table)
+    for peak, caption in {"memory": "until the last inner step", "memory_to_the_end": "with the end"}.items():
+        show_peaks(memories, peak, f"Peak memory of a rank over that before training, {caption}")
     for reason in dict.fromkeys(f"{METHODS[r['method']][0]}: {r['reason']}" for r in memories if "reason" in r):
         print(f"\nLeft out: {reason}")
     table = []
@@ -183,6 +178,19 @@ def show(memories: list[Row], flown: list[Row]) -> None:
     columns += [f"{what}, ms (ns per value)" for what in ("launch", "landing", "background")]
     caption = "Processor time of a flight: of the training thread at launch and landing, of all others between them."
     report.show("What a flight costs", columns, table, caption)
+
+
+def show_peaks(memories: list[Row], peak: str, caption: str) -> None:
+    sizes = list(dict.fromkeys((row["size"], row["parameters"]) for row in memories))
+    table = []
+    for method in dict.fromkeys(row["method"] for row in memories):
+        cells = []
+        for size, numel in sizes:
+            row = next(row for row in memories if (row["method"], row["size"]) == (method, size))
+            cells.append(f"{row[peak] / 1e6:,.0f} ({row[peak] / numel:.1f})" if peak in row else "-")
+        table.append([METHODS[method][0], *cells])
+    columns = ["method", *(f"{numel:,} parameters" for _, numel in sizes)]
+    report.show(f"{caption}, MB (bytes per parameter)", columns, table)
 
 
 def draw(memories: list[Row], flown: list[Row], path: Path | None) -> None:

@@ -22,7 +22,7 @@ from benchmarks.links import Links
 from benchmarks.models import Size
 from benchmarks.peers.loops import LOOPS, Loop
 from benchmarks.sampler import Sample, peak, sampled
-from benchmarks.stamps import forget_peak_memory, sent_so_far
+from benchmarks.stamps import forget_peak_memory, peak_memory, sent_so_far
 from tests.ranks import RankError, run_processes
 
 _CLONE_NEWUTS = 0x04000000
@@ -101,6 +101,7 @@ def run(job: Job) -> Found:
         "packets_to_the_end": to_the_end("packets"),
         "peak_mbit_s": peak(ranks[0]["samples"], since=ranks[0]["wall"][job.first]) * 8 / 1e6 / sharing,
         "memory": sum(rank["memory"] for rank in ranks) / len(ranks),
+        "memory_to_the_end": sum(rank["memory_to_the_end"] for rank in ranks) / len(ranks),
         "told": ranks[0]["told"],
     }
 
@@ -120,7 +121,8 @@ def _rank(job: Job, loop: Loop, links: Links | None, rank: int, world_size: int)
     in_all = sent_so_far()
     times = {"wall": stamps.wall, "cpu": stamps.cpu, "sent": stamps.sent, "packets": stamps.packets, "samples": samples}
     ends = {"sent_in_all": in_all.bytes, "packets_in_all": in_all.packets}
-    return {**times, **ends, "memory": stamps.memory - before, "told": told}
+    memory = {"memory": stamps.memory - before, "memory_to_the_end": peak_memory() - before}
+    return {**times, **ends, **memory, "told": told}
 
 
 def _call_this_host(address: str) -> None:

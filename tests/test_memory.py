@@ -227,3 +227,46 @@ def test_a_flight_holds_at_most_three_copies_and_what_is_new_of_what_is_remember
         if all(-0.6 < own < BESIDES for own in extra[-1]):
             return
     raise AssertionError(f"copies beside those that the flight needs, in three runs by rank: {extra}")
+
+
+MMAP_THRESHOLD = -3  # <malloc.h>: allocations of this size and more go back to the system when they are freed
+
+
+@torch.no_grad()
+def most_copies(choices: dict[str, Any], steps: int, rank: int, world_size: int) -> tuple[float, float]:
+    """Returns how many copies of the model, itself included, a rank holds at most in rounds, and with the end."""
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, 1 << 20)
+    train(600_000, 13, choices).finish()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = forget_peak_memory()
+    model = nn.ParameterList([torch.ones(NUMEL // 6) for _ in range(4)])
+    fragments = [[str(index)] for index in range(4)]
+    engine = StreamingDiLoCo(model, **{"sync_every": 8, "overlap_steps": 1, "fragments": fragments, **choices})
+    for parameter in model:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    for _ in range(steps):
+        for parameter in model:
+            parameter.sub_(parameter.grad)
+        engine.step()
+    assert len(engine.in_flight) == (steps % 2 == 0)
+    copy = 4 * sum(parameter.numel() for parameter in model)
+    in_rounds = peak_memory() - before
+    engine.finish()
+    return in_rounds / copy, (peak_memory() - before) / copy
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+@pytest.mark.parametrize(
+    ("ranks", "steps", "choices"),
+    [(2, 18, {}), (2, 19, {}), (2, 18, {"compression": ErrorFeedback(Int4())}), (3, 19, {})],
+)
+def test_the_end_of_training_takes_no_more_memory_than_a_round(ranks: int, steps: int, choices: dict[str, Any]) -> None:
+    """With a fragment in flight before the end, and without."""
+    seen = []
+    for _ in range(3):
+        peaks = run_ranks(partial(most_copies, choices, steps), ranks)
+        # What the allocator keeps of short vectors, in each thread.
+        if all(with_end < in_rounds + 0.15 for in_rounds, with_end in peaks):
+            return
+        seen.append(peaks)
+    raise AssertionError(f"copies in rounds and with the end, in three runs by rank: {seen}")

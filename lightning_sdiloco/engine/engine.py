@@ -61,6 +61,7 @@ from lightning_sdiloco.engine.start import (
 )
 from lightning_sdiloco.engine.untrained import first_own
 from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.memory import give_back_free_memory
 
 _log = logging.getLogger(__name__)
 
@@ -363,11 +364,16 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        self.rounds.require_coverage()
-        # What a longer run would continue from replaces the gradients, which are no longer needed.
+        self.rounds.reshard()
+        # See [Note: memory at the end].
         self.model.zero_grad()
         self.rounds.copies.freeze()
-        self._unfinished = self.state_dict()
+        give_back_free_memory()
+        self._unfinished = self._state()
+        if self.site is None:
+            self.rounds.begin_end()
+        # What a site lands until its end goes into its records, too.
+        self.view.begin_end(keeps_parameters=not self.rounds.is_ending)
         return self._counted(self.loop.land_all(self.inner_steps))
 
     def final_exchange(self) -> Iterator[None]:
@@ -375,9 +381,16 @@ class StreamingDiLoCo:
         for landing in self.loop.final_exchange(self.inner_steps):
             self.final_landings += [] if landing is None else [self._noted(landing)]
             yield
-        self.view.end()
+        self.view.end(is_written=self.rounds.is_ending)
         self.view.write_untrained(self.first_own())
         self.close()
+
+    def keep_outer(self) -> None:
+        """Copies the outer parameters for `outer_state_dict`: call it after `finish` if the model may change.
+
+        It takes 4 bytes for each parameter that this rank holds in float32 or finer.
+        """
+        self.view.keep_outer()
 
     def leave(self) -> list[Landing]:
         """Ends training before its end: what a site holds is sent, and counts. Returns what landed; see `close`."""
@@ -417,7 +430,7 @@ class StreamingDiLoCo:
     @property
     def is_finished(self) -> bool:
         """Whether `finish` was called: the model holds the outer parameters."""
-        return self.view.final is not None
+        return self.view.has_ended
 
     @property
     def schedule(self) -> Schedule:
@@ -585,6 +598,8 @@ class StreamingDiLoCo:
     def outer_state_dict(self) -> dict[str, Tensor]:
         """Returns the outer parameters by name, in float32 and on the host, the same on every rank.
 
+        After `finish` it reads them from the model; see `keep_outer`.
+
         Collective within a worker group until `finish`; afterwards too, if ranks hold parts of the parameters. On a
         route that does not share, it returns the mean of the groups, and until `finish` all ranks must call it.
         """
@@ -597,14 +612,17 @@ class StreamingDiLoCo:
         from before, from which a longer run continues. Taking it changes nothing. On the CPU its tensors may be the
         engine's own: do not write to them.
         """
-        return self._unfinished or {
+        return {**(self._unfinished or self._state()), "local": self.view.local_values()}
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what `state_dict` does, without the local values."""
+        return {
             "counts": asdict(self._counts),
             "requests": self.rounds.requests,
             **self._absences.state_dict(),
             "rank": place_of(self.topology),
             "settings": self.settings.fixed_by_a_checkpoint(),
             "warmup_steps": self.settings.warmup_steps,
-            "local": self.view.local_values(),
             "extra_state": extra_state(self.model),
             **self.rounds.copies.state_dict(),
             **self.loop.state_dict(),

@@ -127,6 +127,9 @@ class Synchronizer:
         loss = _squares([all_reduce.decode_own(encoded.payloads, values) - values, values]) if measures else None
         memory, tuning = encoded.memory, encoded.tuning
         del encoded, messages, head, tail, values
+        if not is_round:
+            # Only a round that is saved in flight needs it again.
+            launch = launch.without_values()
         yield
 
         # Line 8: take the mean of what the groups sent; with two hops the mean of a part, which goes to all of them.
@@ -185,7 +188,7 @@ class Synchronizer:
         if is_spoilt:
             mean.fill_(math.nan)
         # The outer step takes the mean.
-        norm = whole_norm(fragment.change(launch.purpose, mean), in_group)
+        norm = whole_norm(fragment.norm(launch.purpose, mean), in_group)
         began = time.perf_counter()
         outer = outer_step(fragment, fragment.outer, launch.outer, mean, counts=bool(count.factors), final=not is_round)
         rule: LandingRule = Mix(0.0)
@@ -218,7 +221,7 @@ class Synchronizer:
 
     def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
-        norm = norm_squared(fragment.change(launch.purpose, launch.gradient))
+        norm = float(fragment.norm(launch.purpose, launch.gradient)) ** 2
         own = Control(
             fragment=launch.fragment,
             step=launch.step,
@@ -428,9 +431,8 @@ def norm_squared(gradient: Tensor) -> float:
     return float(torch.linalg.vector_norm(gradient)) ** 2
 
 
-def whole_norm(gradient: Tensor, group: Communicator) -> float:
-    """Returns the norm of the mean outer gradient of the whole fragment. In-group collective."""
-    norm = torch.linalg.vector_norm(gradient)
+def whole_norm(norm: Tensor, group: Communicator) -> float:
+    """Returns the norm of a whole fragment, given that of this rank's shard. In-group collective."""
     if group.size > 1:
         norm = torch.linalg.vector_norm(torch.cat(group.all_gather(norm.reshape(1))))
     return float(norm)

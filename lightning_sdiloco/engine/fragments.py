@@ -31,7 +31,11 @@ gathered           (held,)      device      Outer parameters after the outer ste
                                             fragment: the shards of its group. Made by the background, mixed into the
                                             parameters by the landing, then dropped.
 gradient           (length,)    device      Outer gradient: outer parameters minus local ones. Made by the launch; the
-                                            flight keeps it until it lands.
+                                            flight of a round keeps it until it lands, any other until it is encoded.
+kept_local         their own    host        Local parameters from before the end of training, from which a longer run
+                                            would continue. Copied before the end first writes to the parameters.
+final              flat         host        Outer parameters after the end, where the model does not hold them: its
+                                            parameters are coarser than float32, or a hook may change them.
 =================  ===========  ==========  ============================================================================
 
 Threads: only the training thread writes to a record, and only at a landing or a load (``prefetched`` and ``weight``: at
@@ -55,9 +59,17 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.weighting import combined
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
-from lightning_sdiloco.engine.outer import OuterState, OuterStorage, ShardOptimizer, is_elementwise, outer_optimizer_for
+from lightning_sdiloco.engine.outer import (
+    OuterState,
+    OuterStorage,
+    ShardOptimizer,
+    is_elementwise,
+    outer_optimizer_for,
+    stretches,
+)
 from lightning_sdiloco.engine.shards import FragmentLayout, digest, layouts_of, trainable
 from lightning_sdiloco.engine.untrained import Arrived, UntrainedState, untrained_state_of
+from lightning_sdiloco.memory import new_vector
 
 Span = tuple[float, float]
 """Start and end, on the clock of ``time.perf_counter()``."""
@@ -114,6 +126,10 @@ class Launch(NamedTuple):
             "buffers": [buffer.to(outer.device, copy=True) for buffer in state["buffers"]],
         }
         return Launch(**{**state, **tensors}, deadline=deadline)
+
+    def without_values(self) -> "Launch":
+        """Returns the launch with a gradient of the same length and device that takes no memory."""
+        return self._replace(gradient=self.gradient.new_zeros(()).expand(len(self.gradient)))
 
 
 class Diagnostics(NamedTuple):
@@ -244,6 +260,8 @@ class FragmentState:
         self.optimizer = optimizer
         self.storage = storage
         self._prefetched: Callable[[], Tensor] | None = None
+        self.kept_local: list[Tensor] | None = None
+        self.final: Tensor | None = None
 
     def prefetch(self) -> None:
         self._prefetched = self.storage.prefetch(self.outer.values)
@@ -302,9 +320,19 @@ class FragmentState:
             rounds = self.outer.rounds
         return combined([rounds, *(digest(values, start=self.layout.start) for values in alike)])
 
-    def change(self, purpose: Purpose, gradient: Tensor) -> Tensor:
-        """Returns an outer gradient, or a mean of some, as what it is for the outer parameters of now."""
-        return gradient if purpose is not Purpose.MEAN else self.storage.load(self.outer.values) + gradient
+    def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
+        """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the outer parameters."""
+        if purpose is not Purpose.MEAN:
+            return torch.linalg.vector_norm(gradient)
+        # A mean is one of local values. It is compared in stretches, so that the difference takes no memory.
+        norms, scratch = list[Tensor](), gradient.new_empty(0)
+        for where in stretches(len(gradient), gradient.device):
+            if not norms:
+                scratch = new_vector(where.stop - where.start, gradient.device)
+            moved = scratch[: where.stop - where.start]
+            torch.add(self.storage.load(self.outer.values[where]), gradient[where], out=moved)
+            norms.append(torch.linalg.vector_norm(moved))
+        return torch.linalg.vector_norm(torch.stack(norms))
 
     def _zero(self) -> Tensor:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
@@ -359,6 +387,35 @@ class FragmentState:
         self.layout.land(rule, arrival.gathered, steps)
         self.untrained.commit(arrival.untrained, arrival.changed)
         self.untrained.land(arrival.untrained, rule.kept)
+
+    def land_at_end(self, arrival: Arrival, rule: LandingRule, steps: int, *, final: bool) -> None:
+        """Takes what a flight brought into the model alone: a longer run continues from the record as it is."""
+        self.keep_local()
+        self.layout.land(rule, arrival.gathered, steps)
+        self.untrained.commit(arrival.untrained, arrival.changed)
+        self.untrained.land(arrival.untrained, rule.kept)
+        if final:
+            self.end(arrival.gathered[0], arrival.changes["outer"].values)
+
+    def end(self, gathered: Tensor, shard: Tensor) -> None:
+        """Keeps the outer parameters that are now in the model, in so far as it cannot hold them."""
+        if not self.layout.holds_float32:
+            self.final = self.layout.to_name(gathered, shard).to("cpu")
+
+    def keep_local(self) -> None:
+        """Keeps the local parameters for a longer run, before the end of training first writes to them."""
+        self.kept_local = self.local_values()
+
+    def local_values(self) -> list[Tensor]:
+        """Copies the local parameters of this rank to the host; later, what they were before the end of training."""
+        if self.kept_local is not None:
+            return self.kept_local
+        return [held.to("cpu", copy=True) for held in self.layout.held]
+
+    def named_at_end(self, group: Communicator) -> dict[str, Tensor]:
+        """Copies the outer parameters after the end of training to the host, as `named` does."""
+        values = self.layout.copied() if self.final is None else self.final
+        return self.layout.named(values, values, group)
 
     def carry(self, arrival: Arrival, moved: Tensor) -> None:
         """Makes a result that nothing of the own counts in the outer state, and moves the local values along."""

@@ -64,7 +64,9 @@ class OuterView:
         self._shown: dict[str, int] = {}
         # Parameters that stay as they are when the local values come back.
         self._kept = set[str]()
-        self.final: list[Tensor] | None = None
+        # Untrained state from before the end of training.
+        self._kept_untrained: dict[str, Tensor] | None = None
+        self.has_ended = False
 
     @property
     def is_shown(self) -> bool:
@@ -90,7 +92,7 @@ class OuterView:
             mean: The mean to show; None: the outer values.
             own: What to show of the state that groups keep; by default what came with the mean.
         """
-        if self._stash is not None or self.final is not None:
+        if self._stash is not None or self.has_ended:
             return
         own = own or (mean.own if mean is not None else {})
         self._stash = self._put_aside(own)
@@ -182,15 +184,29 @@ class OuterView:
         for fragment in self._fragments:
             fragment.write_outer(self._in_group, stays=stays)
 
+    def begin_end(self, *, keeps_parameters: bool) -> None:
+        """Keeps untrained state for a longer run, and parameters, unless fragments do before they are overwritten."""
+        self._kept_untrained = self._local_untrained()
+        if keeps_parameters:
+            for fragment in self._fragments:
+                fragment.keep_local()
+
     @torch.no_grad()
-    def end(self) -> None:
+    def end(self, *, is_written: bool) -> None:
+        """Leaves the outer model in the model: flights have written it, or this does. In-group collective."""
         reshard(self._model)
-        self.final = []
-        for fragment in self._fragments:
-            gathered = fragment.write_outer(self._in_group)
-            # A gathered copy is kept on the host; what this rank holds anyway costs nothing.
-            self.final.append(fragment.outer.values if self._in_group.size == 1 else gathered.cpu())
+        if not is_written:
+            for fragment in self._fragments:
+                fragment.end(fragment.write_outer(self._in_group), fragment.outer.values)
         self._copies.end()
+        self.has_ended = True
+
+    @torch.no_grad()
+    def keep_outer(self) -> None:
+        """Copies the outer parameters out of the model, which may change after the end of training."""
+        for fragment in self._fragments:
+            if fragment.final is None:
+                fragment.final = fragment.layout.copied().to("cpu")
 
     @torch.no_grad()
     def named(self, mean: GroupMean | None = None) -> dict[str, Tensor]:
@@ -200,33 +216,36 @@ class OuterView:
             if mean is not None:
                 named |= fragment.named_mean(mean.gathered[index], self._in_group)
                 continue
-            if self.final is not None:
-                gathered = self.final[index]
-            elif self._in_group.size == 1:
-                gathered = fragment.outer.values
-            else:
-                gathered = fragment.gathered(self._in_group)
+            if self.has_ended:
+                named |= fragment.named_at_end(self._in_group)
+                continue
+            gathered = fragment.outer.values if self._in_group.size == 1 else fragment.gathered(self._in_group)
             named |= fragment.named(gathered, self._in_group)
         return named
 
     def local_values(self) -> dict[str, Any]:
         """Returns `LocalValues` on the host, as a plain dictionary. Write to none of it."""
-        values = self._stash
-        if values is None:
-            buffers = {place.name: place.values for place in buffer_places(self._model)}
-            values = LocalValues(self._parameters(), buffers)
-        untrained = {**self._changed_own(), **values.untrained}
+        if self._stash is None:
+            reshard(self._model)
+            parameters = [values for fragment in self._fragments for values in fragment.local_values()]
+            return {"parameters": parameters, "untrained": self._local_untrained()}
         # What has been put aside is not written to.
-        copies = self._stash is None
-        return {
-            "parameters": [tensor.detach().to("cpu", copy=copies) for tensor in values.parameters],
-            "untrained": {name: tensor.to("cpu", copy=copies) for name, tensor in untrained.items()},
-        }
+        parameters = [tensor.to("cpu") for tensor in self._stash.parameters]
+        untrained = {place.name: place.values.to("cpu", copy=True) for place in self._changed_own()}
+        untrained |= {name: tensor.to("cpu") for name, tensor in self._stash.untrained.items()}
+        return {"parameters": parameters, "untrained": untrained}
 
-    def _changed_own(self) -> dict[str, Tensor]:
-        """Returns the frozen parameters that code has moved."""
+    def _local_untrained(self) -> dict[str, Tensor]:
+        """Copies the untrained state of this rank; later, what it was before the end of training."""
+        if self._kept_untrained is not None:
+            return self._kept_untrained
+        places = [*self._changed_own(), *buffer_places(self._model)]
+        return {place.name: place.values.to("cpu", copy=True) for place in places}
+
+    def _changed_own(self) -> list[Place]:
+        """Returns where the frozen parameters are that code has moved."""
         changed = [place for fragment in self._fragments for place in fragment.untrained.own.changed()]
-        return {place.name: place.values for place in changed if place.is_parameter}
+        return [place for place in changed if place.is_parameter]
 
     @torch.no_grad()
     def load_local(self, values: LocalValues) -> None:

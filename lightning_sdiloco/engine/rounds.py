@@ -8,6 +8,11 @@ All fragments then fly without outer optimizer, error feedback and chance, in fl
 the background, behind what is in flight there, so the ranks send everything in the same order, and the groups notice if
 one of them is somewhere else.
 
+[Note: memory at the end] The end of training takes no more memory than its rounds, because it changes the model and no
+record: a longer run would continue from the records. The gradients go first. Local parameters are copied in their
+place, fragment by fragment, when the end first writes to them. Of the mean, as many fragments fly at once as in a
+round, and what is in the model is kept nowhere else.
+
 [Note: warm-up] Groups that train alone from the start lose much of what they do, the more of them there are: each
 takes large steps on the gradients of a small batch. With ``warmup_steps`` they take the mean of their gradients in
 each of the first inner steps, as data parallelism does. All decode the same and make the same step, so the local model
@@ -20,6 +25,7 @@ requests along.
 import math
 import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -115,6 +121,7 @@ class Rounds:
         self.copies = copies
         # What this rank sends to all groups with the next launch. Signal handlers may request something at any moment.
         self.requests, self.step_clock = 0, StepClock()
+        self.is_ending = False
         self._topology, self._diagnoses = topology, False
         self._sharded, self._thread = sharded_modules(model), threading.get_ident()
         # What the schedule heard of landings since the rounds began.
@@ -323,7 +330,8 @@ class Rounds:
             else:
                 self.reshard()
                 is_round = launch.purpose is Purpose.ROUND
-                fragment.land(arrival, arrival.rule, step - launch.step, final=not is_round)
+                land = fragment.land_at_end if self.is_ending else fragment.land
+                land(arrival, arrival.rule, step - launch.step, final=not is_round)
                 if is_round:
                     self.link.note(arrival.sends_bytes_per_s)
                     at, told = self._counted_in_rounds(launch.step), arrival.landing
@@ -347,6 +355,8 @@ class Rounds:
             if fragment.index == landed:
                 fragment.untrained.recover()
             elif not is_finite:
+                if self.is_ending:
+                    fragment.keep_local()
                 fragment.write_outer(in_group, stays=True)
             else:
                 continue
@@ -414,17 +424,26 @@ class Rounds:
         """
         is_start = not self.settings.shares or 0 < step - self.began_at < self.schedule.warmup_steps
         purpose, flying = Purpose.START if is_start else Purpose.MEAN, self.flights if ends else list[Flight]()
-        # Each flight of a fragment in float32 takes four times its size: a quarter of the model at once.
-        at_once = max(1, len(self.fragments) // 4)
-        for fragment in self.fragments:
-            received = receive(flying.pop(0)) if len(flying) == at_once else None
+        # In float32 a flight takes four times its fragment's size: a quarter of the model at once, and at the end no
+        # more than in a round.
+        at_once = _most_in_flight(self.schedule) if ends else max(1, len(self.fragments) // 4)
+        # At the end first those whose local parameters are copied already, because they have just landed.
+        for fragment in sorted(self.fragments, key=lambda fragment: fragment.kept_local is None):
+            received = receive(flying.pop(0)) if len(flying) >= at_once else None
             began, read = time.perf_counter(), fragment.launch if ends else fragment.read
             launch = read(step, self._deadline(), purpose, self.take_requests() if ends else 0)
             launched = began, time.perf_counter()
-            flying.append(Flight(launch, self.background.start(self._synchronizer.fly(launch)), launched))
+            pending = self.background.start(self._synchronizer.fly(launch))
+            launch = launch.without_values()
+            flying.append(Flight(launch, pending, launched))
             yield received
         while flying:
             yield receive(flying.pop(0))
+
+    def begin_end(self) -> None:
+        """From here on landings change the model and no record; see [Note: memory at the end]."""
+        self.is_ending = True
+        self._spare = None
 
     def final_exchange(self, step: int) -> Iterator[Landing | None]:
         return self.average_now(step, lambda flight: self._landed(flight, step), ends=True)
@@ -493,6 +512,15 @@ class Rounds:
         self._begin_at(state["rounds_began_at"])
         self._heard = state["schedule"]
         self.link.last = list(state.get("link", ()))
+
+
+def _most_in_flight(schedule: Schedule) -> int:
+    """Returns how many flights there are at once in rounds. A flight lands after the launches of the same step."""
+    first_round = [schedule.offset(fragment) for fragment in range(schedule.fragments)]
+    launches = [*first_round, *(schedule.sync_every + offset for offset in first_round)]
+    return max(
+        bisect_right(launches, step + schedule.overlap_steps) - bisect_left(launches, step) for step in first_round
+    )
 
 
 def clear_not_finite(state: Mapping[str, Any]) -> None:

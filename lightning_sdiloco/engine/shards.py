@@ -485,6 +485,14 @@ class FragmentLayout(ABC):
         """Returns the whole parameters by name, on the host. In-group collective where ranks hold parts of them."""
 
     @abstractmethod
+    def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
+        """Returns which of its arguments `named` reads."""
+
+    @abstractmethod
+    def copied(self) -> Tensor:
+        """Returns what `named` reads, for the values that are in the model now."""
+
+    @abstractmethod
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
         """Returns the shard, given all parameters, flat and whole; zeros stand for what lies beyond their end."""
 
@@ -507,6 +515,11 @@ class FragmentLayout(ABC):
                 state[key] = max(counts, key=float) if None not in counts else counts[0]
         values = self._shard_of_whole([parameter.values for parameter in parameters])
         return OuterState(values, state, max(parameter.rounds for parameter in parameters))
+
+    @property
+    def holds_float32(self) -> bool:
+        """Whether the parameters hold every float32 value."""
+        return all(torch.promote_types(held.dtype, torch.float32) == held.dtype for held in self.held)
 
     def read(self) -> Tensor:
         return self.shard_of(self.held)
@@ -640,6 +653,14 @@ class WholeLayout(FragmentLayout):
         return {name: value.to("cpu", copy=True) for name, value in values}
 
     @override
+    def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
+        return gathered
+
+    @override
+    def copied(self) -> Tensor:
+        return torch.cat([held.reshape(-1).to(torch.float32) for held in self.held])
+
+    @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:
         return _padded(torch.cat(list(values))[self.start : self.start + self.length], self.length)
 
@@ -694,6 +715,14 @@ class ShardedLayout(FragmentLayout):
         whole = to_parameters(self.state_dict(), [OuterState(values.to("cpu"), {}, 0) for values in shards])
         shapes = [ranks[0].shape for ranks in self._specs]
         return {name: whole[name].values.view(shape) for name, shape in zip(self.names, shapes, strict=True)}
+
+    @override
+    def to_name(self, gathered: Tensor, shard: Tensor) -> Tensor:
+        return shard
+
+    @override
+    def copied(self) -> Tensor:
+        return self.read()
 
     @override
     def _shard_of_whole(self, values: Sequence[Tensor]) -> Tensor:

@@ -359,22 +359,59 @@ def _warn_of_exchanged_models(ranks: list[int], topology: Topology) -> None:
     topology.starts.append(ranks)
 
 
+def align_at_end(model: nn.Module, topology: Topology) -> list[str]:
+    """Gives all ranks the parameters and buffers of the first group, where theirs differ. All ranks must call it.
+
+    Returns the names of those that differed. Buffers that belong to one rank alone, those with ``persistent=False``,
+    stay as they are, and so does what ranks hold in unlike shapes or types.
+    """
+    reshard(model)
+    tensors = _tensors_of_groups(model)
+    held: dict[str, tuple[str, bool, int]] = {}
+    for name, tensor in tensors.items():
+        held[name] = _kind(tensor), is_sharded(tensor), digest(local(tensor))
+    ranks = topology.world.all_gather_object(held)
+    unlike: list[str] = []
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        found = [rank.get(name, (None, False, 0)) for rank in ranks]
+        # Ranks hold parts of a sharded tensor: each part is compared with its like in the first group.
+        size = topology.group_size if found[0][1] else 1
+        if all(found[rank] == found[rank % size] for rank in range(len(ranks))):
+            continue
+        unlike.append(name)
+        if len({kind for kind, *_ in found}) == 1:
+            broadcast(tensors[name], topology)
+    return unlike
+
+
+def _tensors_of_groups(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name, without the buffers that belong to one rank alone."""
+    of_ranks = set[str]()
+    for prefix, module in model.named_modules():
+        of_ranks |= {".".join(filter(None, (prefix, key))) for key in module._non_persistent_buffers_set}
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    return {clean_name(name): tensor for name, tensor in tensors if name not in of_ranks}
+
+
+def _kind(tensor: Tensor) -> str:
+    """Describes shape, type and sharding of a parameter or buffer."""
+    return "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}{described_sharding(tensor)}"
+
+
 def broadcast(tensor: Tensor, topology: Topology) -> None:
     """Gives all ranks a tensor of rank 0; of a sharded one, the part that their like in the first group holds."""
     (topology.peers if is_sharded(tensor) else topology.world).broadcast(local(tensor))
 
 
-def is_aligned(model: nn.Module, topology: Topology, with_buffers: bool = True) -> bool:
+def is_aligned(model: nn.Module, topology: Topology) -> bool:
     """Returns whether all groups hold the same parameters and buffers, bit for bit. All ranks must call it."""
-    return _are_alike(_digests(model, topology, with_buffers), topology.group_size)
+    return _are_alike(_digests(model, topology), topology.group_size)
 
 
-def _digests(
-    model: nn.Module, topology: Topology, with_buffers: bool = True
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _digests(model: nn.Module, topology: Topology) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Returns, by rank, the digests of the tensors that it holds whole, and of those that it holds in part."""
     reshard(model)
-    tensors = [*model.parameters(), *(model.buffers() if with_buffers else ())]
+    tensors = [*model.parameters(), *model.buffers()]
     whole = [digest(local(tensor)) for tensor in tensors if not is_sharded(tensor)]
     parts = [digest(local(tensor)) for tensor in tensors if is_sharded(tensor)]
     return [(tuple(own), tuple(own_parts)) for own, own_parts in topology.world.all_gather_object((whole, parts))]
@@ -402,10 +439,8 @@ def signature(model: nn.Module) -> dict[str, str]:
     """Describes what must be the same of every parameter and buffer, in their order."""
     found = {}
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        kind = "without a shape" if is_lazy(tensor) else f"{tuple(tensor.shape)} {tensor.dtype}"
-        sharding = "" if is_lazy(tensor) else described_sharding(tensor)
         frozen = " (frozen)" if isinstance(tensor, nn.Parameter) and not tensor.requires_grad else ""
-        found[clean_name(name)] = kind + sharding + frozen
+        found[clean_name(name)] = _kind(tensor) + frozen
     return found
 
 

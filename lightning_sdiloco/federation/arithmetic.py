@@ -116,7 +116,7 @@ class SiteArithmetic:
         mean = self._mean(fragment, sites, Count({0: 1.0}) if record.mean else count, values)
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
-        norm, began = whole_norm(mean, self._site), time.perf_counter()
+        norm, began = whole_norm(torch.linalg.vector_norm(mean), self._site), time.perf_counter()
         outer = outer_step(fragment, before, values, mean, counts=bool(count.factors), final=record.final)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         untrained = self._untrained(fragment, record, sites, own)

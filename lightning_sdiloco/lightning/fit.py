@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
-from lightning_sdiloco.engine.start import align_model, cut, require_same_model, require_same_start
+from lightning_sdiloco.engine.start import align_at_end, align_model, cut, require_same_model, require_same_start
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
     Epochs,
@@ -28,7 +28,13 @@ from lightning_sdiloco.lightning.epochs import (
 from lightning_sdiloco.lightning.evaluation import Evaluation
 from lightning_sdiloco.lightning.fit_state import FitState, Request, Requests, Signals
 from lightning_sdiloco.lightning.groups import ConnectedGroups, ScaleWatch
-from lightning_sdiloco.lightning.host import check_names, refuse_what_cannot_work, user_hooks, wrap
+from lightning_sdiloco.lightning.host import (
+    check_names,
+    may_write_at_end,
+    refuse_what_cannot_work,
+    user_hooks,
+    wrap,
+)
 from lightning_sdiloco.lightning.model_format import WholeModel
 from lightning_sdiloco.lightning.monitor import (
     Announcement,
@@ -50,6 +56,9 @@ _MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 
 # Hooks between two epochs in which users overwrite weights.
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
+
+# How many names of tensors a warning lists.
+_SHOWN = 5
 
 _ADVICE = (
     "Gather with self.all_gather(..., sync_grads=True) of the LightningModule, which stays in the worker group, or pass"
@@ -397,6 +406,8 @@ class Fit(FitState):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._note(self.finish())
         self._log_rest()
+        if self.engine is not None and self.engine.is_finished and may_write_at_end(trainer):
+            self.engine.keep_outer()
 
     def finish(self) -> list[Landing]:
         """Ends a fit that ran to its end, with the outer parameters in the module, and returns what landed."""
@@ -410,6 +421,23 @@ class Fit(FitState):
         self._early = []
         self.epochs.collect()
         return landings
+
+    def align(self) -> None:
+        """Gives all ranks the model of the first group, once callbacks and hooks have run after the last step."""
+        if self.groups.is_alone:
+            return
+        self.groups.meet()
+        unlike = align_at_end(self.trainer.lightning_module, self.groups.topology)
+        if unlike and self.trainer.is_global_zero:
+            _log.warning(
+                "After training %d tensors of the model differ between ranks: %s%s. A hook or callback changed them"
+                " after the last step, and the ranks do not agree on what it put there. All ranks now hold those of"
+                " rank 0. The outer model is in strategy.outer_state_dict() and in the last checkpoint. To keep what"
+                " the hook writes, let it write the same on all ranks.",
+                len(unlike),
+                ", ".join(map(repr, unlike[:_SHOWN])),
+                ", ..." if len(unlike) > _SHOWN else "",
+            )
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Reports an exception to the other ranks, before another callback saves a checkpoint."""

@@ -312,6 +312,12 @@ def refuse_what_cannot_work(trainer: Any, shares: bool, is_sharded: bool) -> Non
             )
 
 
+def may_write_at_end(trainer: Any) -> bool:
+    """Returns whether a hook of the end of training may change the model: one of a user, or of an average."""
+    averages = any(class_names(type(callback)).intersection(_AVERAGING) for callback in trainer.callbacks)
+    return averages or bool(user_hooks(trainer, ["on_train_end"]))
+
+
 def refuse_in_notebook(host: Any) -> None:
     """Refuses to start processes in a notebook in a way that would run a script again. Lightning advises DDP there."""
     # Lightning decides alike.

@@ -38,8 +38,7 @@ from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.engine.checkpoint import own_state
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.shards import local
-from lightning_sdiloco.engine.start import align_model, is_aligned
-from lightning_sdiloco.errors import AgreementError
+from lightning_sdiloco.engine.start import align_model
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.lightning.epochs import process_wrapped
 from lightning_sdiloco.lightning.evaluation import Averaging
@@ -427,13 +426,7 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
     def on_train_end(self) -> None:
         self.fit.finish()
         super().on_train_end()
-        # Callbacks have run, and all ranks hold the same model.
-        if self.model is not None and not is_aligned(self.model, self.topology, with_buffers=False):
-            raise AgreementError(
-                "After training the model differs between ranks: a hook or callback changed it in on_train_end, and the"
-                " worker groups do not agree on what it put there. The outer model is in strategy.outer_state_dict()"
-                " and in the last checkpoint; take the callback out."
-            )
+        self.fit.align()
         self.fit.signals.end_if_any_received()
 
     @override

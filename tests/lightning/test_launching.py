@@ -471,7 +471,7 @@ def test_numbers_that_an_environment_refuses_are_refused() -> None:
 
 
 def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_own() -> None:
-    """Of other groups, another model, and one that was trained before; a callback that changes the model then fails."""
+    """Of other groups, another model, and one that was trained before; what a callback changes is then rank 0's."""
     numbers, started = (2, 4, 1, 2), []
 
     def made(number: int) -> Any:
@@ -505,8 +505,8 @@ def test_each_of_several_fits_in_the_same_processes_is_as_in_processes_of_its_ow
         assert agreed(trainer.strategy.outer_state_dict())
         trainer.fit_loop.max_epochs = 4
         trainer.callbacks.append(on(on_train_end=spoil))
-        told = refusal(trainer.fit, models[0], fits.batches(rank // 2, rank % 2, 2), kind=RuntimeError)
-        assert "After training the model differs between ranks" in told
+        trainer.fit(models[0], fits.batches(rank // 2, rank % 2, 2))
+        assert agreed(held_by(models[0]))
         return fitted
 
     def spoil(trainer: Any, module: Any) -> None:
