@@ -364,7 +364,7 @@ class StreamingDiLoCo:
 
     def land_all(self) -> list[Landing]:
         """Does the first part of `finish`: lands every fragment in flight."""
-        self.rounds.reshard()
+        self.rounds.require_coverage()
         # See [Note: memory at the end].
         self.model.zero_grad()
         self.rounds.copies.freeze()
@@ -484,7 +484,7 @@ class StreamingDiLoCo:
         return tuple(flight.launch.fragment for flight in self.rounds.flights)
 
     def evaluate(
-        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None
+        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
     ) -> AbstractContextManager[None]:
         """Shows the outer model inside a ``with`` block, which may be nested, then the local one again, bit for bit.
 
@@ -494,8 +494,9 @@ class StreamingDiLoCo:
         Args:
             mean: What `group_mean` returned; None: the outer model.
             own: What `first_own` returned; None: each group shows what it keeps of untrained state itself.
+            watches: Whether `rewritten` will be asked inside the block.
         """
-        return self.view.shown(mean, own)
+        return self.view.shown(mean, own, watches=watches)
 
     @property
     def own_moved(self) -> bool:

@@ -74,10 +74,12 @@ class OuterView:
         return self._stash is not None
 
     @contextmanager
-    def shown(self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+    def shown(
+        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
+    ) -> Iterator[None]:
         """Shows a model in a ``with`` block; the outermost of nested blocks chooses, and restores the local one."""
         shown_before = self._stash is not None
-        self.show(mean, own)
+        self.show(mean, own, watches=watches)
         try:
             yield
         finally:
@@ -85,12 +87,15 @@ class OuterView:
                 self.show_local()
 
     @torch.no_grad()
-    def show(self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None) -> None:
+    def show(
+        self, mean: GroupMean | None = None, own: Mapping[str, Tensor] | None = None, *, watches: bool = False
+    ) -> None:
         """Puts the local values aside, and a mean into the model or, in-group collective, the outer values.
 
         Args:
             mean: The mean to show; None: the outer values.
             own: What to show of the state that groups keep; by default what came with the mean.
+            watches: Whether `rewritten` will be asked: all parameters are read twice.
         """
         if self._stash is not None or self.has_ended:
             return
@@ -103,20 +108,23 @@ class OuterView:
                 fragment.write(gathered, untrained)
         self.write_untrained(own)
         self._copies.hide()
-        self._shown = self._digests()
+        self._shown = self._digests_of_untrained()
+        if watches:
+            self._shown |= self._digests_of_parameters()
 
     def rewritten(self) -> dict[str, int]:
         """Returns the parameters that code has overwritten since they were shown, by name, each with its digest."""
-        now = self._digests()
-        names = [name for fragment in self._fragments for name in fragment.layout.names]
-        return {name: now[name] for name in names if self._stash is not None and now[name] != self._shown[name]}
+        if self._stash is None:
+            return {}
+        now = self._digests_of_parameters()
+        return {name: value for name, value in now.items() if value != self._shown[name]}
 
     @torch.no_grad()
     def show_local(self) -> None:
         """Puts the local values back. Untrained state that code has overwritten since stays as it is now."""
         if self._stash is None:
             return
-        now = self._digests()
+        now = self._digests_of_untrained()
         untrained = self._stash.untrained
         rewritten = {name for name in untrained if now.get(name) != self._shown.get(name)}
         kept = {name: values for name, values in untrained.items() if name not in rewritten}
@@ -152,14 +160,17 @@ class OuterView:
         for fragment in self._fragments:
             fragment.layout.renew_copies(names)
 
-    def _digests(self) -> dict[str, int]:
+    def _digests_of_parameters(self) -> dict[str, int]:
         digests = dict[str, int]()
         for fragment in self._fragments:
             for name, parameter in zip(fragment.layout.names, fragment.layout.held, strict=True):
                 digests[name] = digest(parameter)
-        if self._stash is not None:
-            digests |= {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
         return digests
+
+    def _digests_of_untrained(self) -> dict[str, int]:
+        """Returns digests of the untrained state that has been put aside, as the model holds it now."""
+        assert self._stash is not None, "another model is shown"
+        return {place.name: digest(place.values) for place in self._places(self._stash.untrained)}
 
     @contextmanager
     def hidden(self) -> Iterator[None]:

@@ -81,13 +81,13 @@ class ShownModel:
         self.mean = engine.group_mean()
 
     @contextmanager
-    def showing(self, engine: StreamingDiLoCo, models: Sequence[Any]) -> Iterator[None]:
+    def showing(self, engine: StreamingDiLoCo, models: Sequence[Any], *, watches: bool = False) -> Iterator[None]:
         """Shows what was exchanged, or the outer model, in a ``with`` block."""
         # After a forward pass without gradients DistributedDataParallel would believe that the buffers of the next
         # training step, which are put back then, have been synchronised already.
         due = [(model, is_due) for model in models if (is_due := getattr(model, _BUFFERS_ARE_DUE, None)) is not None]
         try:
-            with engine.evaluate(self.mean, self._own):
+            with engine.evaluate(self.mean, self._own, watches=watches):
                 yield
         finally:
             for model, is_due in due:
@@ -243,7 +243,7 @@ class Evaluation:
             return original()
         self._is_showing = True
         try:
-            with self.shown.showing(engine, [self._fit.trainer.strategy.model]):
+            with self.shown.showing(engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)):
                 result = original()
                 if self._hooks:
                     self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)

@@ -320,7 +320,7 @@ def test_an_average_in_another_precision_in_a_second_fit_and_with_own_buffers(ra
 
     def made(*_: Any, **__: Any) -> Any:
         net = nn.Linear(5, 3)
-        net.register_buffer("count", torch.tensor(0))
+        net.register_buffer("count", torch.tensor(0), persistent=False)
         net.register_forward_pre_hook(count_on)
         return fits.module(net=net)
 
