@@ -506,10 +506,13 @@ class UntrainedState:
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
-        """Takes outer values that have arrived into the local ones; means are mixed."""
+        """Takes outer values that have arrived into the local ones; means are mixed. A share of 1 trains apart."""
         for index in arrived.outer:
-            if self._has_shape(index) and index not in self._rewritten:
-                share = kept_share if self.kinds[index] is Kind.MEAN else 0.0
+            is_mean = self.kinds[index] is Kind.MEAN
+            if index in self._rewritten or not self._has_shape(index):
+                continue
+            if is_mean or kept_share < 1.0:
+                share = kept_share if is_mean else 0.0
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
