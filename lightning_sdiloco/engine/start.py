@@ -533,10 +533,12 @@ class Recut(NamedTuple):
             parameters={name: own for name, own in self.outer.parameters.items() if name not in new},
             untrained={name: own for name, own in self.outer.untrained.items() if name not in new},
         )
+        tensors = self.known | self.new
         return self._replace(
             outer=outer,
             frozen={name: own for name, own in self.frozen.items() if name in frozen},
-            new={name: tensor for name, tensor in (self.known | self.new).items() if name in new},
+            # In an order that is the same on ranks that have replaced different ones.
+            new={name: tensors[name] for name in sorted(new)},
         )
 
     @staticmethod
