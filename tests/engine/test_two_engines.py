@@ -2,6 +2,7 @@
 
 import logging
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -142,7 +143,8 @@ def test_engines_in_two_threads_train_as_each_does_alone() -> None:
     def run(rank: int, world_size: int, seeds: list[int]) -> list[Values]:
         # All ranks meet at the end, where the first group's memory is shown.
         models = [nn.Sequential(mlp(seed), Remembers()) for seed in seeds]
-        engines = [StreamingDiLoCo(model, warmup_steps=5, **CHOICES) for model in models]
+        own: dict[str, Any] = {"untrained": {"1.signs": "own"}}
+        engines = [StreamingDiLoCo(model, warmup_steps=5, **own, **CHOICES) for model in models]
 
         def train(at: int) -> None:
             optimizer = torch.optim.SGD(models[at].parameters(), lr=0.1)
@@ -160,6 +162,24 @@ def test_engines_in_two_threads_train_as_each_does_alone() -> None:
     alone = [run_ranks(run, 2, [seed], timeout=60)[0][0] for seed in (1, 2)]
     for together in run_ranks(run, 2, [1, 2], timeout=60):
         assert [unlike(*both) for both in zip(together, alone, strict=True)] == [[], []]
+
+
+def test_threads_that_meet_other_ranks_in_unlike_order_are_not_mixed_up() -> None:
+    def run(rank: int, world_size: int) -> list[Values]:
+        models = [nn.Sequential(mlp(), Remembers()) for _ in range(2)]
+        engines = [StreamingDiLoCo(model, untrained={"1.signs": "own"}, **CHOICES) for model in models]
+        for number, model in enumerate(models):
+            model[1].signs.fill_(10 * rank + number)
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(engines[rank].first_own)
+            time.sleep(0.5)
+            second = threads.submit(engines[1 - rank].first_own)
+        return [first.result(), second.result()][:: -1 if rank else 1]
+
+    ranks = run_ranks(run, 2, timeout=60)
+    assert ranks[0] == [{}, {}]
+    for number, received in enumerate(ranks[1]):
+        assert {name: values.unique().tolist() for name, values in received.items()} == {"1.signs": [number]}
 
 
 def test_engines_one_after_another_and_side_by_side_share_threads_and_connections() -> None:
