@@ -585,7 +585,7 @@ class StreamingDiLoCo:
 
         def receive(flight: Flight) -> None:
             arrival = flight.pending.result()
-            keep_until_done([*arrival.gathered, *arrival.untrained.outer.values()])
+            keep_until_done([*arrival.gathered, *arrival.untrained.tensors])
             self._counts.bytes_sent += arrival.landing.bytes_sent
             self._counts.bytes_received += arrival.landing.bytes_received
             gathered.append(self.rounds.storage.store(arrival.gathered[0]))

@@ -322,7 +322,7 @@ class FragmentState:
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the outer parameters."""
-        if purpose is not Purpose.MEAN:
+        if purpose is not Purpose.MEAN or not gradient.numel():
             return torch.linalg.vector_norm(gradient)
         # A mean is one of local values. It is compared in stretches, so that the difference takes no memory.
         norms, scratch = list[Tensor](), gradient.new_empty(0)

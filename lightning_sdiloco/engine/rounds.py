@@ -323,7 +323,7 @@ class Rounds:
             began, launch = time.perf_counter(), flight.launch
             arrival, arrived = flight.pending.result(), time.perf_counter()
             fragment, group = self.fragments[launch.fragment], self._topology.group_index
-            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.outer.values()])
+            keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors])
             if launch.purpose is Purpose.GRADIENT:
                 if launch.weight:
                     fragment.layout.write_gradients(arrival.gathered[0])

@@ -338,6 +338,10 @@ class Arrived(NamedTuple):
     is_alike: Mapping[int, Tensor]
     is_kept: Mapping[int, Tensor]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.outer.values(), *self.is_alike.values(), *self.is_kept.values()]
+
 
 NOTHING = Arrived({}, {}, {})
 

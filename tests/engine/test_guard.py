@@ -99,8 +99,6 @@ def test_norms_survive_a_recut_and_a_choice_but_not_a_layer_that_was_never_train
         model[1].requires_grad_(False)
         engine.recut()
         assert outlying(30.0) == (1,)
-        engine.recut()
-        engine.choose(engine.given)
         assert outlying(30.0) == (1,)
         model[1].requires_grad_(True)
         engine.recut()
