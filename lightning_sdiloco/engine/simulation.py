@@ -172,7 +172,8 @@ def _start_from_first(models: Sequence[nn.Module], optimizers: Sequence[Sequence
     first = WeightCopies(optimizers[0])
     first.watch(trainable(models[0]))
     for model, of_group in zip(models[1:], optimizers[1:], strict=True):
-        differs = any(not torch.equal(mine, state[name]) for name, mine in model.state_dict().items())
+        tensors = {name: values for name, values in model.state_dict().items() if isinstance(values, Tensor)}
+        differs = any(not torch.equal(values, state[name]) for name, values in tensors.items())
         model.load_state_dict(state)
         if differs:
             copies = WeightCopies(of_group)

@@ -261,7 +261,8 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
         topology = Topology.of_world(GroupLayout(2, 2), timedelta(seconds=30))
         model = nn.Linear(1000, 1000)
         engine = StreamingDiLoCo(model, topology=topology, sync_every=2, overlap_steps=1, compression="fp32")
-        post, rates = topology.exchange.post, []
+        exchange = engine.topology.exchange
+        post, rates = exchange.post, []
 
         def busy(*messages: Any) -> Any:
             posted = post(*messages)
@@ -269,7 +270,7 @@ def test_a_message_that_waited_for_its_receiver_tells_no_rate() -> None:
                 time.sleep(0.3)
             return posted
 
-        topology.exchange.post = busy
+        exchange.post = busy
         for step in range(1, 12):
             if rank == 1 and 6 <= step < 10:
                 time.sleep(0.2)

@@ -140,7 +140,7 @@ def test_a_stale_optimizer_is_named() -> None:
 
     found = run_processes(partial(fitted, on_train_epoch_start=head), 2)
     (told,) = texts(found[0][2], "No inner optimizer")
-    assert "2 of the new parameters, such as 'net.net.6.weight'" in told
+    assert "2 of the new parameters, such as 'net.net.6.bias'" in told
     assert texts(found[1][2], "No inner optimizer") == [], "once"
 
 

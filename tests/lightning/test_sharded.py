@@ -455,7 +455,7 @@ def test_what_fsdp_or_a_sharded_model_cannot_do_is_refused(rank: int) -> None:
         ("2 trainable parameters, such as 'extra.weight', are not sharded", with_more, {}),
         ("copies the whole model", lambda model: None, {"callbacks": [pl.callbacks.EMAWeightAveraging()]}),
         ("unfreezes layers between epochs", lambda model: None, {"callbacks": [pl.callbacks.BackboneFinetuning()]}),
-        ("were frozen or became trainable", freezing, {"max_epochs": 2, "limit_train_batches": 2}),
+        ("were frozen, became trainable or were replaced", freezing, {"max_epochs": 2, "limit_train_batches": 2}),
     ]
     for words, change, choices in cases:
         change(model := sharded.sharded(seed=0))
