@@ -147,7 +147,6 @@ class Rewritten:
         ranks: list[Any] = [dict(digests)]
         is_alike = with_all
         if with_all:
-            self._groups.meet()
             ranks = topology.world.all_gather_object(dict(digests))
             # Ranks of a group may hold different parts of a parameter.
             is_alike = all(held == ranks[rank % topology.group_size] for rank, held in enumerate(ranks))
@@ -246,6 +245,8 @@ class Evaluation:
             with self.shown.showing(engine, [self._fit.trainer.strategy.model], watches=bool(self._hooks)):
                 result = original()
                 if self._hooks:
+                    if is_due:
+                        self._groups.meet()
                     self.rewritten.take(engine, engine.rewritten(), self._hooks, with_all=is_due)
                 return result
         finally:
