@@ -34,6 +34,7 @@ rounds restart, a rank gets the entries of a rank in its place, but the model is
 groups or ranks the loops are, too.
 """
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Collection
@@ -106,7 +107,10 @@ class Checkpointer:
         if header is None:
             self.start = f"step {checkpoint.get('global_step')} of a checkpoint without worker groups"
             return checkpoint
-        read = reader_of(load, *args, **kwargs)
+        given = inspect.signature(load).bind(path, *args, **kwargs)
+        given.apply_defaults()
+        _, *choices = given.arguments.items()
+        read = reader_of(self._trainer.strategy.checkpoint_io.load_checkpoint, **dict(choices))
         if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header, read)
         else:

@@ -11,12 +11,14 @@ import inspect
 import io
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from difflib import get_close_matches
 from math import gcd
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -169,14 +171,22 @@ class WholeModel:
         return dict(load(path, *args, **kwargs))
 
 
-def reader_of(load: Load, *args: Any, **kwargs: Any) -> Read:
-    """Returns what reads an object as Lightning reads a checkpoint file when ``load`` gets these arguments."""
-    # Before 2.6 Lightning takes no such argument, and reads any object.
-    default = None if "weights_only" in inspect.signature(load).parameters else False
-    weights_only = kwargs.get("weights_only", args[-1] if args else default)
+def reader_of(load_file: Load, **how: Any) -> Read:
+    """Returns what reads an object as a CheckpointIO reads a file: by its method, and the arguments that it gets.
+
+    Torch reads plain objects. A project's CheckpointIO may know which others to trust.
+    """
+    # Before 2.6 Lightning knows no such argument, and reads any object.
+    weights_only = how.get("weights_only", False)
 
     def read(data: io.BytesIO) -> Any:
-        return torch.load(data, map_location="cpu", weights_only=weights_only)
+        try:
+            return torch.load(data, map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError:
+            with TemporaryDirectory() as folder:
+                file = Path(folder) / "entry.ckpt"
+                file.write_bytes(data.getvalue())
+                return load_file(file, **how)
 
     return read
 

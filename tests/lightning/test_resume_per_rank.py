@@ -307,6 +307,29 @@ def test_objects_need_weights_only_false_and_are_named_without_it(tmp_path: Path
     assert "weights_only=False" in told
 
 
+class TrustingIO(pl.plugins.TorchCheckpointIO):  # type: ignore[misc, name-defined]
+    """Knows which objects its project puts into checkpoints, and trusts these."""
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        with torch.serialization.safe_globals([type(Path()), Keepsake]):
+            return torch.load(path, map_location=map_location, weights_only=True)
+
+
+class Keepsake:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+
+@not_in_the_oldest
+@in_ranks(2)
+def test_objects_that_a_checkpoint_io_trusts_come_back_in_every_rank(rank: int, tmp_path: Path) -> None:
+    path = tmp_path / "9.ckpt"
+    fit(rank, 2, [keeping(last=Keepsake(rank)), at({9: save(path)})], checkpoint_io=TrustingIO())
+    kept = keeping(last=None)
+    fit(rank, 2, [kept], path, checkpoint_io=TrustingIO())
+    assert kept.state["last"].rank == rank
+
+
 @in_ranks(3)
 def test_a_rank_of_a_restart_gets_what_a_rank_in_its_place_held(rank: int, tmp_path: Path) -> None:
     """Groups that there were not before get what rank 0 held; loops and model are those of all."""
