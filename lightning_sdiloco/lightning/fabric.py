@@ -52,7 +52,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     summary = """Trains one model on several worker groups joined by slow links, in a loop of Fabric.
 
-    Each step of the optimizer that was set up last is an inner step. ``fabric.strategy.finish()`` ends training.
+    Each step of the optimizer is an inner step; of several optimizers, each batch in which one of them steps.
+    ``fabric.strategy.finish()`` ends training.
 
     Examples:
         >>> strategy = StreamingDiLoCoFabricStrategy(worker_groups=2, sync_every=50)
@@ -83,6 +84,8 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         self._is_set_up_again = False  # While the model in training is.
         self._landings: list[Landing] = []
         self._samples, self._trained = 0, 1
+        # The optimizers, by number, that have stepped in the batch that is not counted yet.
+        self._stepped = set[int]()
         self._saves_with_all = self._saved_alone = False
         self._unfinished: list[int] = []  # The inner steps, beyond the loop; empty when they were finished.
         self._announcement: Announcement | None = None
@@ -104,13 +107,18 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 " have exchanged nothing."
             )
             return []
+        if self._stepped:
+            self._count_batch(self.engine)
         self._landings = self.engine.finish()
         self._unfinished.clear()
         return self._landings
 
     def idle_step(self) -> list[Landing]:
         """Makes an inner step without training, when this group's loader yields None. Returns what landed."""
-        self._step(self._begun(), idle=True)
+        engine = self._begun()
+        if self._stepped:
+            self._count_batch(engine)
+        self._step(engine, idle=True)
         return self._landings
 
     def note_trained(self, micro_batches: int) -> None:
@@ -152,6 +160,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         if self.engine is not None and self.engine.is_finished:
             # Setting up a model after the end starts a new training.
             self._nets, self._inner_optimizers = [], []
+            self._stepped.clear()
             self.results.engine = None
         for name, part in module.named_modules():
             if isinstance(part, nn.SyncBatchNorm) and part.process_group is None and self.topology.num_groups > 1:
@@ -187,6 +196,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         # The model in training has other parameters or optimizers, which replace those from before.
         self._wrapped = [wrapped for wrapped in self._wrapped if unwrapped(wrapped) is not unwrapped(module)]
         self._inner_optimizers = []
+        self._stepped.clear()
         self._is_set_up_again = True
         try:
             made = set_up(module, optimizers, *schedulers)
@@ -247,17 +257,26 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups had joined. Call"
                 " finish() once, after the last step; to train on, set up the model and its optimizer again."
             )
+        number = next(i for i, own in enumerate(self._inner_optimizers) if own is optimizer)
+        if number in self._stepped:
+            # The batch before ended without a step of the last optimizer.
+            self._count_batch(engine)
         output = super().optimizer_step(optimizer, **kwargs)
+        self._stepped.add(number)
         if optimizer is self._inner_optimizers[-1]:
-            self._step(engine, trained=self._trained, samples=max(1, self._samples))
-            if self._announcement is not None:
-                self._announcement.step()
+            self._count_batch(engine)
         return output
+
+    def _count_batch(self, engine: StreamingDiLoCo) -> None:
+        self._step(engine, trained=self._trained, samples=max(1, self._samples))
+        if self._announcement is not None:
+            self._announcement.step()
 
     def _step(self, engine: StreamingDiLoCo, **trained: Any) -> None:
         self._shown.forget()
         self._landings = engine.step(**trained)
         self._samples, self._trained = 0, 1
+        self._stepped.clear()
         self._unfinished[:] = [engine.inner_steps]
 
     def _begun(self) -> StreamingDiLoCo:
@@ -344,6 +363,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 self._inner_optimizers,
                 self._of_ranks(state, *args, **kwargs),
                 precision=self.precision.state_dict(),
+                stepped=sorted(self._stepped),
             )
             state = {**state, files.KEY: saved.header}
             write_common_file(saved, self.topology, partial(save, saved.path, state, *args, **kwargs))
@@ -421,6 +441,7 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
         engine.load_state_dict(own["engine"])
         engine.join()
         self.precision.load_state_dict(dict(own["precision"]))
+        self._stepped = set(own["stepped"])
 
 
 def _warn_of_unfinished(inner_steps: list[int]) -> None:

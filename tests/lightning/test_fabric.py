@@ -120,6 +120,36 @@ def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution
     assert [same(actual, expected) for name in ("whole", "resumed") for actual in played[name]] == [True] * 2 * ranks
 
 
+def with_a_critic(
+    rank: int, world_size: int, path: Path, steps: range = range(1, STEPS + 1)
+) -> tuple[int, dict[str, Tensor]]:
+    """A loop whose first optimizer steps in every batch, and whose last one in every third."""
+    fabric = fabric_of(world_size, fragments=4)
+    net = nn.ModuleDict({"critic": mlp(rank), "generator": mlp(rank + 2)})
+    model, critic, generator = fabric.setup(net, *(inner_optimizer("adamw", part) for part in net.values()))
+    state = {"model": model, "critic": critic, "generator": generator}
+    if steps.start > 1:
+        fabric.load(path, state)
+    for step in steps:
+        x, y = batch(rank, step)
+        train(fabric, critic, nn.functional.mse_loss(net["critic"](x), y))
+        if step % 3 == 0:
+            train(fabric, generator, nn.functional.mse_loss(net["generator"](x), -y))
+        if step == 4:
+            fabric.save(path, state)
+    fabric.strategy.finish()
+    return fabric.strategy.report()["inner_steps"], {name: values.clone() for name, values in net.state_dict().items()}
+
+
+def test_a_batch_counts_once_whichever_optimizers_step_in_it(tmp_path: Path) -> None:
+    """Also where it is saved before its count."""
+    loop = partial(with_a_critic, path=tmp_path / "4.ckpt")
+    played = play(2, {"whole": loop, "resumed": partial(loop, steps=range(5, STEPS + 1))})
+    outcomes = [*played["whole"], *played["resumed"]]
+    assert [inner_steps for inner_steps, _ in outcomes] == [STEPS] * 4
+    assert [same(model, outcomes[0][1]) for _, model in outcomes] == [True] * 4
+
+
 @in_ranks(1)
 def test_a_loop_of_fabric_is_a_site_that_counts_by_what_goes_through_its_model(rank: int) -> None:
     hub = InProcessHub("run", 1)
