@@ -115,7 +115,12 @@ def partition(
 
 def _blocks_per_fragment(blocks: int) -> int:
     some_eight_fragments = max(1, min(_MOST_BLOCKS, round(blocks / _ENOUGH_FRAGMENTS)))
-    return max(some_eight_fragments, math.ceil(blocks / _MOST_FRAGMENTS))
+    return max(some_eight_fragments, fewest_blocks(blocks))
+
+
+def fewest_blocks(blocks: int) -> int:
+    """Returns how many of the repeated blocks of a model a fragment holds at least, so that there are not too many."""
+    return max(1, math.ceil(blocks / _MOST_FRAGMENTS))
 
 
 def checked_fragments(fragments: Any) -> int | str | Sequence[Sequence[str]]:

@@ -289,20 +289,21 @@ def choice(
 ) -> dict[str, Any]:
     if not names:
         return {}
-    among = candidates_among(names, settings)
+    described = Model.of_parameters(trainable(model))
+    among = candidates_among(names, settings, described)
     if measured is None:
         own = next(among)
     else:
         memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
         groups = Groups(measured.step_time, topology.num_groups, topology.group_size, memory_rate)
-        own = recommend(Model.of_parameters(trainable(model)), groups, measured.link, among).settings
+        own = recommend(described, groups, measured.link, among).settings
     return {name: getattr(own, name) for name in names}
 
 
-def candidates_among(names: tuple[str, ...], settings: Settings) -> Iterator[Settings]:
+def candidates_among(names: tuple[str, ...], settings: Settings, model: Model) -> Iterator[Settings]:
     """Yields the given settings with what each of the planner's candidates would choose, in order, each once."""
     seen = set()
-    for candidate in candidates():
+    for candidate in candidates(model):
         chosen = tuple(getattr(candidate, name) for name in names)
         sync_every = candidate.sync_every if "sync_every" in names else settings.sync_every
         overlap_steps = candidate.overlap_steps if "overlap_steps" in names else settings.overlap_steps

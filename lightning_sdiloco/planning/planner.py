@@ -7,6 +7,7 @@ from itertools import product
 from typing import NamedTuple
 
 from lightning_sdiloco.algorithm.config import OVERLAP_STEPS, Settings
+from lightning_sdiloco.algorithm.partition import fewest_blocks, find_blocks
 from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.planning.link import Link, require
 from lightning_sdiloco.planning.methods import DataParallel, Method, Streaming
@@ -79,10 +80,12 @@ def alternatives(model: Model, settings: Settings, groups: Groups) -> dict[str, 
     }
 
 
-def candidates() -> Iterator[Settings]:
-    """Yields settings worth a try, those that change training least first."""
+def candidates(model: Model) -> Iterator[Settings]:
+    """Yields settings worth a try for a model, those that change training least first."""
+    fewest = fewest_blocks(len(find_blocks(model.parameters)))
+    blocks_per_fragment = dict.fromkeys(max(layers, fewest) for layers in (3, 6, 12, 1))
     for sync_every, layers, overlap_steps, compression in product(
-        SYNC_EVERY, (3, 6, 12, 1), OVERLAP_STEPS, ("fp32", "bf16", "fp4")
+        SYNC_EVERY, blocks_per_fragment, OVERLAP_STEPS, ("fp32", "bf16", "fp4")
     ):
         yield Settings(sync_every, overlap_steps, fragments=f"strided:{layers}", compression=compression)
 
@@ -91,7 +94,7 @@ def recommend(model: Model, groups: Groups, link: Link, among: Iterable[Settings
     """Recommends the first of the candidates that keeps training busy for `TARGET` of the time, or the best one."""
     best: Streaming | None = None
     reached = 0.0
-    for settings in candidates() if among is None else among:
+    for settings in candidates(model) if among is None else among:
         method = Streaming(model, settings, groups)
         busy = method.utilisation(with_margin(link))
         if busy > 1.01 * reached or busy >= TARGET:

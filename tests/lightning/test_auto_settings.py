@@ -96,7 +96,9 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
     Options.step_time = lambda self: 0.05
     said, logger = said_by("lightning_sdiloco"), CSVLogger(tmp_path, "", "")
     slow = chosen(SLOW, *AUTO)
-    expected = of_planner(Measured(0.05, SLOW), auto_settings.candidates_among(tuple(AUTO), Settings()))
+    described = Model.of_parameters(trainable(net()))
+    among = auto_settings.candidates_among(tuple(AUTO), Settings(), described)
+    expected = of_planner(Measured(0.05, SLOW), among)
     assert slow == expected != chosen(Link(10.0), *AUTO)
     explicit, auto = (run(choices, callbacks=saving, logger=logger) for choices in (slow, AUTO))
     assert {name: auto["inspected"]["settings"][name] for name in AUTO} == slow

@@ -225,7 +225,7 @@ def test_memory_is_that_of_the_engines_tensors_and_of_what_is_held_beside_them()
 
 def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_or_one_that_comes_close() -> None:
     model, groups, link = Model.of_size(10**9, layers=24), Groups(0.1), Link(1.0)
-    every = list(planner.candidates())
+    every = list(planner.candidates(model))
     chosen, slower = planner.recommend(model, groups, link).settings, Link(planner.MARGIN)
     assert every.index(chosen) > 0
     for one in (chosen, *every[: every.index(chosen)]):
@@ -236,6 +236,16 @@ def test_a_recommendation_is_the_first_candidate_that_suffices_on_a_slower_link_
     best = max(Streaming(model, one, groups).utilisation(Link(planner.MARGIN * 0.1)) for one in every)
     assert best < planner.TARGET
     assert best / 1.01 <= reached <= best
+
+
+@pytest.mark.parametrize(("layers", "blocks"), [(24, {1, 3, 6, 12}), (1500, {47})])
+def test_candidates_for_a_model_of_many_blocks_make_no_more_fragments_than_the_default(
+    layers: int, blocks: set[int]
+) -> None:
+    model = Model.of_size(10**9, layers=layers)
+    every = list(planner.candidates(model))
+    assert {settings.fragments for settings in every} == {f"strided:{count}" for count in blocks}
+    assert max(len(model.fragments(settings)) for settings in every) <= 32
 
 
 # Virtual time where groups are not alike
