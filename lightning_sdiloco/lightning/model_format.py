@@ -11,7 +11,6 @@ import inspect
 import io
 import logging
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -182,7 +181,7 @@ def reader_of(load_file: Load, **how: Any) -> Read:
     def read(data: io.BytesIO) -> Any:
         try:
             return torch.load(data, map_location="cpu", weights_only=weights_only)
-        except pickle.UnpicklingError:
+        except Exception:
             with TemporaryDirectory() as folder:
                 file = Path(folder) / "entry.ckpt"
                 file.write_bytes(data.getvalue())
