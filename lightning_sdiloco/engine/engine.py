@@ -508,7 +508,11 @@ class StreamingDiLoCo:
 
         All ranks must call it. Give it to `evaluate`, so that all groups show one consistent state.
         """
-        return first_own([fragment.untrained for fragment in self.rounds.fragments], self.topology)
+        states = [fragment.untrained for fragment in self.rounds.fragments]
+        own = first_own(states, self.topology)
+        for state in states:
+            own.update(state.own.of_first)
+        return own
 
     def show_outer(self, mean: GroupMean | None = None) -> None:
         """Replaces the local model with the outer model, or a mean, as `evaluate` does."""

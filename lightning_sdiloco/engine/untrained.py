@@ -332,18 +332,20 @@ class Arrived(NamedTuple):
         outer: The new outer values.
         is_alike: Where all groups have made the same change: a truth value for each value, or one for all.
         is_kept: Where this group keeps its own values, because all groups take those that it sent.
+        own: By name, what the first site keeps; it comes with the last record of a federation.
     """
 
     outer: Mapping[int, Tensor]
     is_alike: Mapping[int, Tensor]
     is_kept: Mapping[int, Tensor]
+    own: Mapping[str, Tensor]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [*self.outer.values(), *self.is_alike.values(), *self.is_kept.values()]
+        return [*self.outer.values(), *self.is_alike.values(), *self.is_kept.values(), *self.own.values()]
 
 
-NOTHING = Arrived({}, {}, {})
+NOTHING = Arrived({}, {}, {}, {})
 
 
 class OwnState:
@@ -351,6 +353,7 @@ class OwnState:
 
     Attributes:
         places: Where the model holds it.
+        of_first: By name, what the first site of a federation kept at its last round.
     """
 
     def __init__(self, places: Sequence[Place], digests: Mapping[str, int | None]) -> None:
@@ -358,6 +361,8 @@ class OwnState:
         self.known = set(digests)
         # Those at the start of training, where the model was cut before; None where groups have begun unlike.
         self.digests = {place.name: digests.get(place.name, digest(place.values)) for place in self.places}
+        self.of_first = dict[str, Tensor]()
+        self._nbytes = {place.name: _whole_bytes(place) for place in self.places}
         self._mark = self._marked()
         self._has_changed = False
 
@@ -374,6 +379,30 @@ class OwnState:
         """Compares all values, and returns where they differ from those at the start."""
         return [place for place in self.places if digest(place.values) != self.digests[place.name]]
 
+    def nbytes(self) -> list[int]:
+        """Returns how many bytes each tensor had when the model was cut, in all ranks of a group."""
+        return [self._nbytes[place.name] for place in self.places]
+
+    def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns those values, by name, that have the shape and dtype of what the model holds whole."""
+        fits = dict[str, Tensor]()
+        for place in self.places:
+            held = place.tensor
+            given = values.get(place.name)
+            if given is not None and not is_sharded(held) and given.shape == held.shape and given.dtype == held.dtype:
+                fits[place.name] = given
+        return fits
+
+    def copies(self) -> list[Tensor]:
+        """Copies what code has changed since the start and this rank holds whole; empty tensors for the rest."""
+        changed = [place.name for place in self.changed()] if self.has_changed() else []
+        copies = list[Tensor]()
+        for place in self.places:
+            is_whole = not is_sharded(place.tensor) and _whole_bytes(place) == self._nbytes[place.name]
+            is_sent = is_whole and place.name in changed
+            copies.append(place.values.clone() if is_sent else place.values.new_empty(0))
+        return copies
+
     def _marked(self) -> tuple[list[tuple[int, int]], int]:
         versions = list[tuple[int, int]]()
         samples = list[Tensor]()
@@ -385,6 +414,10 @@ class OwnState:
                 stride = max(1, values.numel() // _SAMPLED)
                 samples.append(to_bytes(values.view(-1)[::stride]))
         return versions, digest(torch.cat(samples)) if samples else 0
+
+
+def _whole_bytes(place: Place) -> int:
+    return place.tensor.numel() * place.tensor.element_size()
 
 
 class UntrainedState:
@@ -493,9 +526,11 @@ class UntrainedState:
         return [index for index in range(len(self.outer)) if everything or self._travelling & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
-        """Returns the indices of what differs from the outer values: what a site sends."""
-        pairs = zip(snapshot, self.outer, strict=True)
-        return [index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)]
+        """Returns the indices of what a site sends: what differs from the outer values, and what is own behind them."""
+        travels = len(self.outer)
+        pairs = zip(snapshot[:travels], self.outer, strict=True)
+        changed = [index for index, (values, outer) in enumerate(pairs) if not are_alike(values, outer)]
+        return changed + [index for index in range(travels, len(snapshot)) if snapshot[index].numel()]
 
     def nbytes(self, index: int) -> int:
         """Returns how many bytes of a message the values at an index take."""
@@ -506,6 +541,7 @@ class UntrainedState:
         for index, values in arrived.outer.items():
             self.outer[index] = values
             self._is_alike[index] = arrived.is_alike[index]
+        self.own.of_first.update(arrived.own)
         self._travelling = changed & ~_OWN_MOVED
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
@@ -562,6 +598,7 @@ class UntrainedState:
             "buffers_alike": [is_alike.to("cpu") for is_alike in self._is_alike],
             "travelling": self._travelling,
             "own_moved": self.own_moved,
+            "own_of_first": {name: values.to("cpu") for name, values in self.own.of_first.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -576,6 +613,7 @@ class UntrainedState:
         self._is_alike = [is_alike.to(outer.device, copy=True) for is_alike, outer in pairs]
         self._travelling = state["travelling"]
         self.own_moved = state["own_moved"]
+        self.own.of_first = dict(state["own_of_first"])
 
     def start_from(self, named: Mapping[str, Tensor]) -> None:
         """Takes outer values by name; a tensor without one keeps what it has."""
@@ -679,7 +717,7 @@ def arrived(state: UntrainedState, travelling: Sequence[int], flat: Tensor, snap
         is_same = all_alike([snapshot[index], outer[index]])
         # Of what is no mean, a group keeps all or nothing.
         is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
-    return Arrived(outer, is_alike, is_kept)
+    return Arrived(outer, is_alike, is_kept, {})
 
 
 def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:

@@ -27,8 +27,19 @@ from lightning_sdiloco.engine.flight import norm_squared, outer_step, reported, 
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
-from lightning_sdiloco.engine.shards import FragmentLayout, digest
-from lightning_sdiloco.engine.untrained import NOTHING, Arrived, UntrainedState, agreed, arrived, arrived_bytes
+from lightning_sdiloco.engine.shards import FragmentLayout, digest, is_sharded
+from lightning_sdiloco.engine.untrained import (
+    NOTHING,
+    Arrived,
+    Kind,
+    Place,
+    UntrainedState,
+    agreed,
+    arrived,
+    arrived_bytes,
+    from_bytes,
+    new_outer,
+)
 from lightning_sdiloco.engine.untrained import to_bytes as untrained_bytes
 from lightning_sdiloco.federation.codec import Bytes, key_of
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
@@ -86,7 +97,7 @@ class SiteArithmetic:
         blob = to_bytes(encoded.payloads[0])
         if self._rank == 0:
             # Rank 0 speaks for the untrained state.
-            blob += sent_untrained(fragment.untrained, launch)
+            blob += sent_untrained(fragment.untrained, launch, begun.exact)
         payload, norm = Payload(key_of(blob), len(blob)), norm_squared(gradient)
         # A norm that is not finite does not decide: it may overflow where every value is finite.
         finite = isfinite(norm) or bool(gradient.isfinite().all())
@@ -198,44 +209,61 @@ class SiteArithmetic:
     ) -> Arrived:
         """Returns what becomes of the untrained state of a fragment, given what the sites that count sent."""
         state = fragment.untrained
-        if not state.outer:
-            return NOTHING
+        travels, device = len(state.outer), fragment.storage.device
         sent = dict[int, dict[str, Tensor]]()
-        device = state.outer[0].device
-        is_sent = torch.zeros(len(state.outer), dtype=torch.uint8, device=device)
+        is_sent = torch.zeros(travels + len(state.own.places), dtype=torch.uint8, device=device)
+        if not len(is_sent):
+            return NOTHING
         if self._rank == 0:
             for contribution, site in zip(record.counted, sites, strict=False):
-                for index, values in self._untrained_of(fragment, site).items():
-                    piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
-                    sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
-                    is_sent[index] = 1
+                is_exact = record.final if record.mean else contribution.exact
+                for index, values in self._untrained_of(fragment, site, is_exact).items():
+                    if index < travels or record.final:
+                        piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
+                        sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
+                        is_sent[index] = 1
         self._site.broadcast(is_sent)
-        travelling = is_sent.nonzero().flatten().tolist()
-        if not travelling:
-            return NOTHING
-        flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=device)
-        if self._rank == 0:
-            flat.copy_(agreed(state, dict(sorted(sent.items()))))
-        self._site.broadcast(flat)
-        snapshot = state.outer if own is None else own.untrained
-        return arrived(state, travelling, flat, snapshot)
+        indices = is_sent.nonzero().flatten().tolist()
+        result = NOTHING
+        if travelling := [index for index in indices if index < travels]:
+            flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=device)
+            if self._rank == 0:
+                flat.copy_(agreed(state, {index: sent[index] for index in travelling}))
+            self._site.broadcast(flat)
+            result = arrived(state, travelling, flat, state.outer if own is None else own.untrained)
+        places = [state.own.places[index - travels] for index in indices if index >= travels]
+        of_sites = [sent[index] for index in indices if index >= travels] if self._rank == 0 else [{}] * len(places)
+        kept = {place.name: self._first(place, values) for place, values in zip(places, of_sites, strict=True)}
+        # A site whose ranks share a tensor keeps its own.
+        whole = [place.name for place in places if not is_sharded(place.tensor)]
+        return result._replace(own={name: kept[name] for name in whole})
 
-    def _untrained_of(self, fragment: FragmentState, site: _Site) -> dict[int, bytes]:
+    def _first(self, place: Place, of_sites: Mapping[str, Tensor]) -> Tensor:
+        """Returns what the first site keeps, given the bytes of all sites at the first rank. In-group collective."""
+        like = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device=place.tensor.device)
+        if self._rank == 0:
+            sent = {who: from_bytes(flat.to(like.device), like=like) for who, flat in of_sites.items()}
+            like, _ = new_outer(Kind.FIRST, sent, like, keeps_outer=False)
+        flat = untrained_bytes(like)
+        self._site.broadcast(flat)
+        return from_bytes(flat, like=like)
+
+    def _untrained_of(self, fragment: FragmentState, site: _Site, is_exact: bool) -> dict[int, bytes]:
         """Returns the bytes of what a site, or the hub, says has changed."""
         values = site.all_reduce.payload_bytes(fragment.layout.shard_lengths(site.ranks)[0])
-        return unpacked(to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained))
+        return unpacked(to_bytes(site.payloads[0][values:]), sizes_of(fragment.untrained).sent(is_exact))
 
 
 def sizes_of(state: UntrainedState) -> Sizes:
     """Returns the sizes of the untrained state of a fragment."""
     untrained = tuple(state.nbytes(index) for index in range(len(state.outer)))
-    return Sizes(numel=0, untrained=untrained)
+    return Sizes(numel=0, untrained=untrained, own=tuple(state.own.nbytes()))
 
 
-def sent_untrained(state: UntrainedState, launch: Launch) -> bytes:
+def sent_untrained(state: UntrainedState, launch: Launch, is_exact: bool) -> bytes:
     """Returns what a launch sends of the untrained state, as bytes."""
     changed = {index: to_bytes(untrained_bytes(launch.buffers[index])) for index in launch.travelling}
-    return packed(changed, sizes_of(state))
+    return packed(changed, sizes_of(state).sent(is_exact))
 
 
 def fetched_by(rank: int, ranks: int, record: Record) -> list[tuple[int, int, Payload]]:

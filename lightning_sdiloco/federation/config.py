@@ -202,11 +202,13 @@ def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
 
 
 def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
-    """Yields name, shape, dtype and kind of what travels besides parameters."""
+    """Yields name, shape, dtype and kind of all that is no trainable parameter."""
     for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
         size = outer.numel() * outer.element_size()
         # `RunConfig.sizes` reads this.
         yield name, f"{tuple(outer.shape)} {outer.dtype} {kind.value} of {size} bytes"
+    for place, size in zip(state.own.places, state.own.nbytes(), strict=True):
+        yield place.name, f"{tuple(place.tensor.shape)} {place.tensor.dtype} own of {size} bytes"
 
 
 def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:

@@ -31,6 +31,7 @@ def has_sizes(own: Contribution, sizes: Sizes, code: str) -> bool:
     """
     first, *others = [payload.size for payload in own.payloads]
     size = _shard_bytes(own, sizes.numel, code)
+    sizes = sizes.sent(own.exact)
     return sizes.least <= first - size <= sizes.most and all(other == size for other in others)
 
 
@@ -96,6 +97,7 @@ def averaged(
         mean += np.frombuffer(residual, np.float32)
     payload = encoded(mean, code)
     remainder = None if code == "fp32" else (mean - decoded(payload, sizes.numel, code)).tobytes()
+    sizes = sizes.sent(record.final)
     return payload + packed(means_of(untrained, sizes), sizes), remainder
 
 
@@ -137,4 +139,4 @@ def _sent(own: Contribution, get: Callable[[str], Bytes], sizes: Sizes, code: st
     payloads = [get(payload.key) for payload in own.payloads]
     untrained = bytes(memoryview(payloads[0])[_shard_bytes(own, sizes.numel, code) :])
     values = np.concatenate([decoded(payload, length, code) for payload in payloads])[: sizes.numel]
-    return values, unpacked(untrained, sizes)
+    return values, unpacked(untrained, sizes.sent(own.exact))

@@ -26,7 +26,7 @@ SNAPSHOT_EVERY = 50  # rounds between two states that are left at the hub, which
 LONGEST_GRACE = 10.0
 _SHOWN = 5
 _SIZES = re.compile(r"\d+")
-_UNTRAINED = re.compile(r" torch\.(?P<dtype>\w+) (?P<kind>mean|first) of (?P<bytes>\d+) bytes$")
+_UNTRAINED = re.compile(r" torch\.(?P<dtype>\w+) (?P<kind>mean|first|own) of (?P<bytes>\d+) bytes$")
 _DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 
@@ -131,19 +131,22 @@ class RunConfig(Message):
         numel = 0
         untrained = list[int]()
         dtypes = list[str]()
+        kept = list[int]()
         for _, described in self.fragments[fragment]:
             found = _UNTRAINED.search(described)
             if found is None:
                 shape = described.split(")")[0]
                 numel += math.prod(map(int, _SIZES.findall(shape)))
+            elif found["kind"] == "own":
+                kept.append(int(found["bytes"]))
             else:
                 untrained.append(int(found["bytes"]))
                 dtypes.append(_DTYPES[found["dtype"]] if found["kind"] == "mean" else "")
-        return Sizes(numel, tuple(untrained), tuple(dtypes))
+        return Sizes(numel, tuple(untrained), tuple(dtypes), tuple(kept))
 
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""
-        untrained = sum(self.sizes(fragment).most for fragment in range(len(self.fragments)))
+        untrained = sum(self.sizes(fragment).sent(is_exact=True).most for fragment in range(len(self.fragments)))
         return (1 << 20) + {"payload": 16, "state": 64}[kind] * self.numel + 16 * untrained
 
     def summary(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -157,22 +157,36 @@ def to_part(fragment: FragmentState, shards: Sequence[Mapping[str, Any]]) -> byt
     parameters = to_parameters(fragment.layout.state_dict(), [OuterState.of(shard) for shard in shards])
     untrained = {name: values.to("cpu") for name, values in fragment.untrained.named().items()}
     file = io.BytesIO()
-    torch.save({"parameters": {name: tuple(own) for name, own in parameters.items()}, "buffers": untrained}, file)
+    state = {
+        "parameters": {name: tuple(parameter) for name, parameter in parameters.items()},
+        "buffers": untrained,
+        "own": {name: values.to("cpu") for name, values in fragment.untrained.own.of_first.items()},
+    }
+    torch.save(state, file)
     return file.getvalue()
 
 
-def from_part(fragment: FragmentState, part: Bytes) -> tuple[OuterState, Mapping[str, Tensor]]:
+class Part(NamedTuple):
+    """What arrives of the outer state of a fragment, and after the last round what the first site kept."""
+
+    outer: OuterState
+    untrained: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
+
+
+def from_part(fragment: FragmentState, part: Bytes) -> Part:
     """Reads the part that this rank holds, perhaps at a site with another number of ranks. Executes nothing."""
     try:
         state = torch.load(io.BytesIO(part), map_location="cpu", weights_only=True)
         parameters = {name: OuterParameter(*own) for name, own in state["parameters"].items()}
         outer = fragment.layout.to_shard([parameters[name] for name in fragment.layout.names])
         untrained = {name: state["buffers"][name] for name in fragment.untrained.names}
+        own = fragment.untrained.own.fitting(state["own"])
     except Exception as error:  # whatever is wrong with what a stranger may have made
         raise ValueError(f"what arrived is not a state of fragment {fragment.index}: {error}") from error
     if outer.values.shape != fragment.outer.values.shape or outer.values.dtype != torch.float32:
         raise ValueError(f"the state of fragment {fragment.index} that arrived has {tuple(outer.values.shape)} values")
-    return outer, untrained
+    return Part(outer, untrained, own)
 
 
 @dataclass
@@ -236,9 +250,14 @@ class FederatedWorld:
             began, fragment = time.perf_counter(), self._rounds.fragments[index]
             begun = self.follower.begin(index, step)
             launch = fragment.launch(step, float("inf"), Purpose.ROUND, 0)
+            buffers = launch.buffers
+            if begun.exact:
+                buffers = [*buffers, *fragment.untrained.own.copies()]
             # A site cannot know what others have changed: it sends what it has changed itself.
             launch = launch._replace(
-                travelling=fragment.untrained.changed_since(launch.buffers), step_time=self._rounds.step_clock.seconds
+                buffers=buffers,
+                travelling=fragment.untrained.changed_since(buffers),
+                step_time=self._rounds.step_clock.seconds,
             )
             self._rounds.link.note(self._connection.own.sends_bytes_per_s)
             self._launch(self._rounds.chosen(launch), begun, (began, time.perf_counter()))
@@ -543,7 +562,7 @@ class FederatedWorld:
             if len(parts) != len(fragments):
                 raise Refused(f"the state has {len(parts)} parts, but there are {len(fragments)} fragments")
             came = [from_part(own, part) for own, part in zip(fragments, parts, strict=True)]
-            landings = self.follower.adopt(state.header, self.digests([outer.values for outer, _ in came]))
+            landings = self.follower.adopt(state.header, self.digests([part.outer.values for part in came]))
         except ValueError as error:
             _log.warning("A state from %s was refused: %s.", state.source, error)
             self._refused.append(state.source)
@@ -552,7 +571,8 @@ class FederatedWorld:
         for index, landing in landings.items():
             fragment, in_group = fragments[index], self._topology.in_group
             before = fragment.gathered(in_group)
-            fragment.start_from(*came[index])
+            fragment.start_from(came[index].outer, came[index].untrained)
+            fragment.untrained.own.of_first.update(came[index].own)
             after = fragment.gathered(in_group)
             self._applied.pop(index, None)
             if landing is MergeAction.CARRY:

@@ -1,7 +1,8 @@
 """Untrained state on the wire: what a site, or a mean at the hub, sends behind the values of a fragment.
 
 A site sends what it has changed: a bit for each tensor says whether its bytes follow, means in float32 or float64.
-Kinds and sizes are in the run config. It needs no torch: a hub reads it, too.
+Kinds and sizes are in the run config. What is sent for a last round also carries what sites keep of their own, such as
+teachers. It needs no torch: a hub reads it, too.
 """
 
 from collections.abc import Mapping
@@ -15,11 +16,19 @@ class Sizes(NamedTuple):
         numel: Values of its parameters.
         untrained: Bytes of each tensor of its untrained state.
         dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it from the first one.
+        own: Bytes of each tensor that sites keep until the last round.
     """
 
     numel: int
     untrained: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
+    own: tuple[int, ...] = ()
+
+    def sent(self, is_exact: bool) -> "Sizes":
+        """Returns the sizes of what a site sends: for a last round, which is exact, also of what sites keep."""
+        if not is_exact:
+            return self
+        return Sizes(self.numel, self.untrained + self.own, self.dtypes + ("",) * len(self.own))
 
     @property
     def least(self) -> int:

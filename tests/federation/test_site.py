@@ -20,6 +20,7 @@ from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, Rand
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Recorded
+from lightning_sdiloco.federation.site import from_part, to_part
 from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
 from lightning_sdiloco.federation.wire import NoSpace
 from tests.engine.groups import Groups
@@ -38,7 +39,7 @@ from tests.federation.sites import (
     whole,
 )
 from tests.methods import DelayedNesterov
-from tests.training import batch, mlp
+from tests.training import batch, mlp, train_step
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
 GUARDED = {**CHOICES, "fragments": [["0.*", "2.*"], ["4.*", "6.*"]]}
@@ -680,6 +681,43 @@ def over(sites: Sequence[Site], exact: Sequence[Sequence[Sequence[bool]]]) -> No
 def test_a_run_that_ends_by_its_run_config_sends_its_last_round_alone_in_float32() -> None:
     sites = founded(2, steps=15, rounds=2, **CHOICES)
     over(sites, [[ROUNDED, LAST]] * 4)
+
+
+def with_teacher() -> nn.Module:
+    model = normed()
+    model[0].teacher = copy.deepcopy(model[0]).requires_grad_(False)
+    return model
+
+
+def step_with_teacher(model: Any, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
+    train_step(model, optimizer, site, number)
+    with torch.no_grad():
+        for followed, trained in zip(model[0].teacher.parameters(), model[0].parameters(), strict=False):
+            followed.lerp_(trained, 0.1)
+
+
+@pytest.mark.parametrize("mean", ["sites", "hub"])
+def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> None:
+    launched = dict[int, Tensor]()
+
+    def at(rank: Site, step: int) -> None:
+        own = rank.fragments[0]
+        if rank.index == 0 and own.flight and own.flight.own.exact:
+            launched.setdefault(0, rank.model[0].teacher.weight.clone())
+
+    choices = {**CHOICES, "rounds": 2, "mean": mean, "compression": "fp4"}
+    sites = train_ranked((1, 2, 1), 40, with_teacher, (4, 2, 4), at, step_with_teacher, **choices)
+    ranks = [rank for site in sites for rank in site]
+    assert all(rank.world.is_over for rank in ranks)
+    apart = [rank.model[0].teacher.weight.clone() for rank in ranks]
+    assert not equal(apart, [apart[0]] * len(ranks))
+    at_once(lambda rank: rank.engine.finish(), ranks)
+    assert equal([rank.model[0].teacher.weight for rank in ranks], [launched[0]] * len(ranks))
+    exact = [one.exact for record in ranks[0].hub.records(0) for one in record.counted]
+    assert exact == [False] * 3 + [True] * 3
+    # So does one that comes after it, and is given a state.
+    given, taken = (site[0].engine.rounds.fragments[0] for site in (sites[2], sites[0]))
+    assert equal([from_part(taken, to_part(given, [given.outer.state_dict()])).own["0.teacher.weight"]], [launched[0]])
 
 
 def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> None:
