@@ -228,8 +228,7 @@ class Fit(FitState):
         return must_wrap
 
     def _any_rank(self, holds: bool) -> bool:
-        # All ranks are between two epochs, where none has to be told that this one waits.
-        return any(self.groups.topology.world.all_gather_object(holds))
+        return self.groups.decide(holds, all=False, device=self.trainer.strategy.root_device)
 
     def _recut_or_take(self, engine: StreamingDiLoCo, must_recut: bool) -> None:
         """Takes weights that hooks have overwritten, and cuts the model again if it must. All ranks must call it."""
