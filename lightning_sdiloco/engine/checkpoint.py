@@ -670,11 +670,10 @@ def _land(
             before = shards[shard][fragment]
             shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
         outer = buffers[fragment]
-        buffer_names = list(outer)
+        buffer_names = tuple(outer)
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
-        for position in flights[0][0]["travelling"]:
+        for position, name in enumerate(buffer_names):
             sent = [flights[group][0]["buffers"][position] for group in count.factors]
-            name = buffer_names[position]
             outer[name] = _new_outer(Kind(kinds[position]), sent, outer[name], True)
     return landed
 

@@ -94,6 +94,7 @@ class Synchronizer:
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
         relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
+        relays = relays or any(fragment.untrained.outer for fragment in fragments)
         self._hands_over = codec.varies() or (relays and topology.second_hop is not topology.exchange)
         # For errors, where a process has more than one.
         self._of_engine = f" of engine {topology.engine}" if topology.engine > 1 else ""
@@ -105,7 +106,7 @@ class Synchronizer:
         # Other means than an outer step make up for no earlier loss: they use no memory, and leave none.
         memory, tuning = (fragment.load(fragment.memory), fragment.load(fragment.tuning)) if is_round else (None, None)
 
-        # Line 7: compress the outer gradient and send it, behind what goes with it.
+        # Line 7: compress the outer gradient and send it.
         began = time.perf_counter()
         # Groups that are at unlike points count their flights alike, and learn from each other's words where they are.
         word, is_ahead = self._control(launch, fragment), next(self._flights) % _AHEAD == 0 or launch.leg
@@ -115,18 +116,15 @@ class Synchronizer:
         brought = self._bring(launch, fragment) if launch.leg else None
         values = launch.gradient if brought is None else brought.values
         encoded = all_reduce.encode(values, memory, tuning)
-        # Only one rank of a group sends buffers.
-        travelling = launch.travelling if topology.group_rank == 0 else []
-        tail = [to_bytes(launch.buffers[index]) for index in travelling]
-        head, tail_bytes = [word.to(device)] if is_along else [], sum([part.numel() for part in tail])
-        messages: Any = _messages(head, encoded.payloads, tail, launch.leg)
+        head = [word.to(device)] if is_along else []
+        messages: Any = _messages(head, encoded.payloads, launch.leg)
         posted_at = time.perf_counter()
         posted: Any = self._exchange.post(messages, [one.numel() for one in messages] if launch.leg else None)
         spans["encode"] = span_from(began, device)
         measures = self.diagnoses and is_round
         loss = _squares([all_reduce.decode_own(encoded.payloads, values) - values, values]) if measures else None
         memory, tuning = encoded.memory, encoded.tuning
-        del encoded, messages, head, tail, values
+        del encoded, messages, head, values
         if not is_round:
             # Only a round that is saved in flight needs it again.
             launch = launch.without_values()
@@ -137,9 +135,8 @@ class Synchronizer:
         posts.append((self._exchange, posted))
         (*others, messages), sent, received, arrived = self._collect(posts, launch, _AVERAGE)
         spans["transfer"] = span_from(began, device)
-        begins = CONTROL_BYTES if is_along else 0
-        parts = [one.tensor_split([begins, one.numel() - tail_bytes]) for one in messages]
-        along, payloads, tails = ([one[at] for one in parts] for at in range(3))
+        parts = [one.tensor_split([CONTROL_BYTES if is_along else 0]) for one in messages]
+        along, payloads = ([one[at] for one in parts] for at in range(2))
         on_link_s = math.nan
         if not is_along:
             (along,), encoding = others, spans["encode"][1] - spans["encode"][0]
@@ -156,10 +153,16 @@ class Synchronizer:
         counted = count if not launch.leg else Count({at: 1.0 for at, g in enumerate(partners) if g in count.factors})
         mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
         hop = all_reduce.second_hop(mean, fragment.load(fragment.residual) if is_round else None)
+        # By now all know what has changed: constants do not travel.
+        changed = reduce(or_, [controls[g].changed for g in partners])
+        travelling = fragment.untrained.travelling(changed) if launch.leg or count.factors else []
         posted_at, posts = time.perf_counter(), []
+        if travelling and topology.group_rank == 0:
+            # Only one rank of a group sends buffers.
+            posts.append((topology.second_hop, self._post_untrained(travelling, launch)))
         if hop is not None:
             sizes = all_reduce.second_hops(launch.gradient.numel())
-            posts = [(topology.second_hop, topology.second_hop.post([hop.payload] * topology.num_groups, sizes))]
+            posts.append((topology.second_hop, topology.second_hop.post([hop.payload] * topology.num_groups, sizes)))
         agreed = None if loss is None else _agreement(payloads, all_reduce.compression, mean)
         twin = fragment.twin
         if brought is not None and count.factors:
@@ -167,23 +170,23 @@ class Synchronizer:
         # A part comes back as all groups decode it.
         mean = mean if hop is None else mean.new_empty(0)
         spans["decode"] = span_from(began, device)
-        untrained = NOTHING
-        if launch.travelling and count.factors:
-            untrained = self._untrained({group: tails[group] for group in count.factors}, launch)
-        del words, others, along, messages, posted, payloads, tails, parts, brought
+        del words, others, along, messages, posted, payloads, parts, brought
         if self._hands_over:
             yield
 
         # Line 11: make the outer step with the mean of the whole shard.
-        began, in_group, residual = time.perf_counter(), topology.stages[_STEP], None
-        if hop is not None:
-            (payloads,), sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
+        began, in_group, residual, untrained = time.perf_counter(), topology.stages[_STEP], None, NOTHING
+        if hop is not None or travelling:
+            received_messages, sent_on, received_on, arrived = self._collect(posts, launch, _STEP)
             spans["relay"] = span_from(began, device)
-            on_link_s += on_link(posted_at, began, posted_at, arrived[0], 0.0)
+            on_link_s += on_link(posted_at, began, posted_at, arrived[-1], 0.0) if arrived else 0.0
             sent, received = sent + sent_on, received + received_on
-            mean, residual = all_reduce.assemble(payloads, like=launch.gradient), hop.residual
+            if hop is not None:
+                mean, residual = all_reduce.assemble(received_messages.pop(), like=launch.gradient), hop.residual
+            if travelling:
+                untrained = self._untrained(received_messages, travelling, launch, count)
             # Received messages are freed before the outer step makes new tensors.
-            del payloads, hop
+            del received_messages, hop
             posts.clear()
         if is_spoilt:
             mean.fill_(math.nan)
@@ -211,7 +214,7 @@ class Synchronizer:
                 changes |= {"memory": fragment.store(memory), "tuning": fragment.store(tuning)}
             if count.factors and residual is not None:
                 changes["residual"] = fragment.store(residual)
-        weights, changed = [own.weight for own in controls], reduce(or_, [controls[g].changed for g in partners])
+        weights = [own.weight for own in controls]
         return Arrival(changes, rule, gathered, untrained, changed, weights, report, self._exchange.sends_bytes_per_s)
 
     def _all_reduce(self, launch: Launch) -> AllReduce:
@@ -231,7 +234,7 @@ class Synchronizer:
             weight=launch.weight,
             digest=combined([fragment.digest(launch), _ENGINE_DIGEST * self._topology.engine]),
             norm_squared=norm,
-            changed=0 if launch.purpose is Purpose.GRADIENT else fragment.untrained.changed(launch.buffers),
+            changed=self._changed(launch, fragment),
             step_time=launch.step_time,
         )
         word = torch.frombuffer(own.packed(), dtype=torch.uint8)
@@ -239,6 +242,13 @@ class Synchronizer:
             return word
         ranks = [Control.unpacked(rank.numpy().data) for rank in self._topology.stages[_SEND].all_gather(word)]
         return torch.frombuffer(Control.merged(ranks).packed(), dtype=torch.uint8)
+
+    def _changed(self, launch: Launch, fragment: FragmentState) -> int:
+        if launch.purpose is Purpose.GRADIENT:
+            return 0
+        # Groups with unlike outer values cannot say what has changed.
+        is_unlike = launch.purpose is Purpose.START or not fragment.shares
+        return fragment.untrained.changed(launch.buffers, everything=is_unlike)
 
     def _count(self, controls: Sequence[Control], launch: Launch) -> Count:
         if launch.leg:
@@ -259,24 +269,37 @@ class Synchronizer:
                 launch.step,
             )
 
-    def _untrained(self, tails: Mapping[int, Tensor], launch: Launch) -> Arrived:
+    def _post_untrained(self, travelling: Sequence[int], launch: Launch) -> Any:
+        """Starts to send the untrained state that travels."""
+        exchange = self._topology.second_hop
+        message = torch.cat([to_bytes(launch.buffers[index]) for index in travelling]).to(exchange.device)
+        partners = launch.leg or range(self._topology.num_groups)
+        sizes = [message.numel() if group in partners else 0 for group in range(self._topology.num_groups)]
+        return exchange.post([message[:size] for size in sizes], sizes)
+
+    def _untrained(
+        self, messages: Sequence[Sequence[Tensor]], travelling: Sequence[int], launch: Launch, count: Count
+    ) -> Arrived:
         """Returns what becomes of the untrained state that travels, given what groups sent. In-group collective."""
+        if not count.factors:
+            return NOTHING
         state = self._fragments[launch.fragment].untrained
-        size = arrived_bytes(state, launch.travelling)
+        size = arrived_bytes(state, travelling)
         flat = torch.empty(size, dtype=torch.uint8, device=launch.gradient.device)
         if self._topology.group_rank == 0:
+            (of_groups,) = messages
             # Where rounds start, each group has its own values for the outer ones.
             keeps_outer = launch.purpose is not Purpose.START
             speaks = self._topology.group_index == min(launch.leg, default=0)
-            sizes = [state.nbytes(index) for index in launch.travelling]
-            pieces = {f"worker group {group}": tail.split(sizes) for group, tail in tails.items()}
+            sizes = [state.nbytes(index) for index in travelling]
+            pieces = {f"worker group {group}": of_groups[group].to(flat.device).split(sizes) for group in count.factors}
             sent = {
                 index: {who: of_group[position] for who, of_group in pieces.items()}
-                for position, index in enumerate(launch.travelling)
+                for position, index in enumerate(travelling)
             }
             flat.copy_(agreed(state, sent, keeps_outer=keeps_outer, speaks=speaks))
-        self._topology.stages[_AVERAGE].broadcast(flat)
-        return arrived(state, launch.travelling, flat, launch.buffers)
+        self._topology.stages[_STEP].broadcast(flat)
+        return arrived(state, travelling, flat, launch.buffers)
 
     # A route that does not share; see [Note: gossip]
 
@@ -371,14 +394,12 @@ class Synchronizer:
             )
 
 
-def _messages(
-    head: Sequence[Tensor], payloads: Sequence[Tensor], tail: Sequence[Tensor], leg: Sequence[int]
-) -> list[Tensor]:
-    """Makes the messages to all groups, one for those that share a payload: what goes along, payload, buffers."""
+def _messages(head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[int]) -> list[Tensor]:
+    """Makes the messages to all groups, one for those that share a payload: what goes along, and the payload."""
     messages = {id(one): one for one in payloads}
-    if head or tail:
+    if head:
         for one in messages.values():
-            parts = [*head, one, *tail]
+            parts = [*head, one]
             whole = new_vector(sum(part.numel() for part in parts), one.device, torch.uint8)
             messages[id(one)] = torch.cat(parts, out=whole)
     # Groups that are not partners exchange nothing.

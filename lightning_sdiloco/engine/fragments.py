@@ -94,7 +94,6 @@ class Launch(NamedTuple):
     outer: Tensor
     gradient: Tensor
     buffers: list[Tensor]
-    travelling: list[int]
     requests: int
     weight: int
     deadline: float
@@ -102,6 +101,8 @@ class Launch(NamedTuple):
     step_time: float = 0.0
     choice: int = 0
     leg: tuple[int, ...] = ()
+    # The buffers that a site sends, by index; worker groups learn from each other which to send.
+    travelling: tuple[int, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain values and tensors on the host, without outer parameters and what the process decides."""
@@ -110,11 +111,11 @@ class Launch(NamedTuple):
             "step": self.step,
             "gradient": self.gradient.to("cpu"),
             "buffers": [buffer.to("cpu") for buffer in self.buffers],
-            "travelling": self.travelling,
             "requests": self.requests,
             "weight": self.weight,
             **({"choice": self.choice} if self.choice else {}),
             **({"leg": self.leg} if self.leg else {}),
+            **({"travelling": self.travelling} if self.travelling else {}),
         }
 
     @staticmethod
@@ -288,8 +289,6 @@ class FragmentState:
             outer=outer,
             gradient=self.layout.outer_gradient(outer) if is_round else self.layout.read().neg_(),
             buffers=self.untrained.snapshot(),
-            # Groups with their own outer buffers do not know what changed elsewhere.
-            travelling=self.untrained.travelling(not is_round or not self.shares),
             requests=requests,
             weight=self.weight,
             deadline=deadline,
@@ -301,7 +300,7 @@ class FragmentState:
         zeros = self._zero().new_zeros(self.layout.length)
         gradient = self.layout.negated_gradients(zeros) if trains else zeros
         weight, purpose = int(trains), Purpose.GRADIENT
-        return Launch(self.index, step, self._zero(), gradient, [], [], requests, weight, deadline, purpose)
+        return Launch(self.index, step, self._zero(), gradient, [], requests, weight, deadline, purpose)
 
     def digest(self, launch: Launch) -> int:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""

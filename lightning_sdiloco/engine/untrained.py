@@ -14,8 +14,8 @@ kind       by default                                what happens to it
            buffers are `large`                       the end of training show those of the first group.
 =========  ========================================  ==================================================================
 
-With its first launch a fragment sends all of it, later what some group has changed since. Constants keep their bits.
-What has changed alike in all groups, as a counter does, each of them keeps and shows as it is now. Buffers that are not
+What some group has changed travels, once all groups know of it. Constants do not travel, and keep their bits. What has
+changed alike in all groups, as a counter does, each of them keeps and shows as it is now. Buffers that are not
 persistent belong to a rank alone, unless a pattern names them.
 """
 
@@ -46,7 +46,6 @@ _TOLERANCE = 1e-3
 # says whether a tensor of the kind `own` did.
 _BITS = 63
 _OWN_MOVED = 1 << _BITS
-_EVERYTHING = _OWN_MOVED - 1
 
 # So many values of a tensor are compared at a launch.
 _SAMPLED = 64
@@ -445,7 +444,6 @@ class UntrainedState:
         self.outer = [self._copied(index) for index in range(len(self._places))]
         # What has changed alike in all groups, each shows as it is, which is newer than the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        self._travelling = _EVERYTHING
         # What code has overwritten in a validation: a flight of before must not land on it.
         self._rewritten = set[int]()
 
@@ -511,19 +509,19 @@ class UntrainedState:
         self._has_warned = True
         return False
 
-    def changed(self, snapshot: Sequence[Tensor]) -> int:
+    def changed(self, snapshot: Sequence[Tensor], *, everything: bool = False) -> int:
         """Compares with the outer values: one bit for each tensor of a snapshot that differs, and one for `own`."""
         bits = 0
         for index, (values, outer) in enumerate(zip(snapshot, self.outer, strict=True)):
-            if not are_alike(values, outer):
+            if everything or not are_alike(values, outer):
                 bits |= _bit(index)
         if self.own_moved or self.own.has_changed():
             bits |= _OWN_MOVED
         return bits
 
-    def travelling(self, everything: bool = False) -> list[int]:
-        """Returns the indices of what travels with the next launch."""
-        return [index for index in range(len(self.outer)) if everything or self._travelling & _bit(index)]
+    def travelling(self, changed: int) -> list[int]:
+        """Returns the indices of what travels, given the bits of all groups."""
+        return [index for index in range(len(self.outer)) if changed & _bit(index)]
 
     def changed_since(self, snapshot: Sequence[Tensor]) -> list[int]:
         """Returns the indices of what a site sends: what differs from the outer values, and what is own behind them."""
@@ -537,12 +535,11 @@ class UntrainedState:
         return self.outer[index].numel() * self.outer[index].element_size()
 
     def commit(self, arrived: Arrived, changed: int) -> None:
-        """Takes new outer values, and which tensors changed in some group."""
+        """Takes new outer values, and whether some group has changed what is its own."""
         for index, values in arrived.outer.items():
             self.outer[index] = values
             self._is_alike[index] = arrived.is_alike[index]
         self.own.of_first.update(arrived.own)
-        self._travelling = changed & ~_OWN_MOVED
         self.own_moved = self.own_moved or bool(changed & _OWN_MOVED)
 
     def land(self, arrived: Arrived, kept_share: float) -> None:
@@ -590,13 +587,12 @@ class UntrainedState:
         return nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the outer values on the host, and what travels with the next launch."""
+        """Returns the outer values on the host, and what is known of what groups keep."""
         return {
             "buffer_names": list(self.names),
             "buffer_kinds": [kind.value for kind in self.kinds],
             "buffers": [values.to("cpu") for values in self.outer],
             "buffers_alike": [is_alike.to("cpu") for is_alike in self._is_alike],
-            "travelling": self._travelling,
             "own_moved": self.own_moved,
             "own_of_first": {name: values.to("cpu") for name, values in self.own.of_first.items()},
         }
@@ -611,7 +607,6 @@ class UntrainedState:
         self._load_outer(state["buffers"])
         pairs = zip(state["buffers_alike"], self.outer, strict=True)
         self._is_alike = [is_alike.to(outer.device, copy=True) for is_alike, outer in pairs]
-        self._travelling = state["travelling"]
         self.own_moved = state["own_moved"]
         self.own.of_first = dict(state["own_of_first"])
 
@@ -619,7 +614,6 @@ class UntrainedState:
         """Takes outer values by name; a tensor without one keeps what it has."""
         self._load_outer([named.get(name, values) for name, values in self.named().items()])
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
-        self._travelling = _EVERYTHING
 
     def _load_outer(self, outer: Sequence[Tensor]) -> None:
         pairs = zip(outer, self.outer, strict=True)

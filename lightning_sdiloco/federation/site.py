@@ -256,7 +256,7 @@ class FederatedWorld:
             # A site cannot know what others have changed: it sends what it has changed itself.
             launch = launch._replace(
                 buffers=buffers,
-                travelling=fragment.untrained.changed_since(buffers),
+                travelling=tuple(fragment.untrained.changed_since(buffers)),
                 step_time=self._rounds.step_clock.seconds,
             )
             self._rounds.link.note(self._connection.own.sends_bytes_per_s)
