@@ -250,7 +250,7 @@ class OuterView:
         """Copies the untrained state of this rank; later, what it was before the end of training."""
         if self._kept_untrained is not None:
             return self._kept_untrained
-        places = [*self._changed_own(), *buffer_places(self._model)]
+        places = [*self._changed_own(), *self._overwritten_places()]
         return {place.name: place.values.to("cpu", copy=True) for place in places}
 
     def _changed_own(self) -> list[Place]:
@@ -269,16 +269,21 @@ class OuterView:
         reshard(self._model)
         return [parameter for fragment in self._fragments for parameter in fragment.layout.held]
 
+    def _overwritten_places(self) -> list[Place]:
+        """Returns where all buffers are, and the frozen parameters that travel: outer values are written to both."""
+        frozen = [place for fragment in self._fragments for place in fragment.untrained.frozen_places]
+        return [*buffer_places(self._model), *frozen]
+
     def _places(self, names: Mapping[str, Any]) -> list[Place]:
         """Returns where the model holds untrained state of these names."""
         own = [place for fragment in self._fragments for place in fragment.untrained.own.places]
-        places = {place.name: place for place in (*own, *buffer_places(self._model))}
+        places = {place.name: place for place in (*own, *self._overwritten_places())}
         return [places[name] for name in names if name in places]
 
     def _put_aside(self, own: Mapping[str, Tensor]) -> LocalValues:
         """Copies all that is overwritten, and all buffers, because a forward pass may write to them."""
         parameters = [self._storage.store_copy(parameter) for parameter in self._parameters()]
-        places = {place.name: place for place in (*buffer_places(self._model), *self._places(own))}
+        places = {place.name: place for place in (*self._overwritten_places(), *self._places(own))}
         return LocalValues(parameters, {name: self._storage.store_copy(place.values) for name, place in places.items()})
 
     @torch.no_grad()

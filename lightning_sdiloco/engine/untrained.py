@@ -452,6 +452,11 @@ class UntrainedState:
         """The names of what travels."""
         return tuple(place.name for place in self._places)
 
+    @property
+    def frozen_places(self) -> list[Place]:
+        """Where the model holds frozen parameters that travel."""
+        return [place for place in self._places if place.is_parameter]
+
     def tensors(self) -> list[Tensor]:
         """Returns the tensors of the model that travel."""
         return [place.tensor for place in self._places]

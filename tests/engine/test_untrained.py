@@ -272,6 +272,27 @@ def test_a_teacher_that_is_named_a_mean_is_averaged_with_its_fragment() -> None:
     assert not torch.equal(*values(run, "teacher.2.bias"))
 
 
+@pytest.mark.parametrize("kind", ["mean", "first"])
+def test_a_teacher_that_travels_is_the_groups_own_again_after_a_validation_and_a_resume(kind: str) -> None:
+    run, resumed = (Run(untrained={"teacher.*weight": kind}) for _ in range(2))
+    teachers = values(run.until(15), "teacher.0.weight")
+    assert not torch.equal(*teachers)
+    shown = [run.shown(group)["teacher.0.weight"] for group in range(2)]
+    assert torch.equal(*shown)
+    states = [engine.state_dict() for engine in run.groups.engines]
+    for engine, state in zip(resumed.groups.engines, states, strict=True):
+        engine.load_state_dict(through_a_file(state))
+    for one in (run, resumed):
+        held = values(one, "teacher.0.weight")
+        assert [torch.equal(*pair) for pair in zip(held, teachers, strict=True)] == [True, True]
+    run.groups.finish()
+    ended = Run(untrained={"teacher.*weight": kind})
+    for engine, finished in zip(ended.groups.engines, run.groups.engines, strict=True):
+        engine.load_state_dict(through_a_file(finished.state_dict()))
+    held = values(ended, "teacher.0.weight")
+    assert [torch.equal(*pair) for pair in zip(held, teachers, strict=True)] == [True, True]
+
+
 def test_a_group_whose_values_are_not_a_number_is_not_the_first() -> None:
     run = Run(overlap_steps=0, mixing=0.0, fragments=1).until(10)
     run.models[0].codebook.codes.fill_(float("nan"))
