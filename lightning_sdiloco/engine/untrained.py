@@ -14,9 +14,9 @@ kind       by default                                what happens to it
            buffers are `large`                       the end of training show those of the first group.
 =========  ========================================  ==================================================================
 
-What some group has changed travels, once all groups know of it. Constants do not travel, and keep their bits. What has
-changed alike in all groups, as a counter does, each of them keeps and shows as it is now. Buffers that are not
-persistent belong to a rank alone, unless a pattern names them.
+What some group has changed travels, once all groups know of it. Constants do not travel, and keep their bits. Whole
+numbers that have changed alike in all groups, as counters do, each of them keeps and shows as they are now. Buffers
+that are not persistent belong to a rank alone, unless a pattern names them.
 """
 
 import logging
@@ -222,6 +222,14 @@ def to_bytes(values: Tensor) -> Tensor:
     return values.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
+def _is_whole(values: Tensor) -> Tensor:
+    """Returns whether all values are whole numbers."""
+    if not values.is_floating_point():
+        return torch.tensor(not values.is_complex(), device=values.device)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    return (values == values.trunc()).all()
+
+
 def from_bytes(flat: Tensor, like: Tensor) -> Tensor:
     """Returns a tensor of the same shape and dtype as another one, from its bytes, as a copy."""
     # A view of another dtype must begin at an address that the dtype allows.
@@ -329,7 +337,7 @@ class Arrived(NamedTuple):
 
     Attributes:
         outer: The new outer values.
-        is_alike: Where all groups have made the same change: a truth value for each value, or one for all.
+        is_alike: Whether all groups have changed it to the same whole numbers, as a counter: a truth value for each.
         is_kept: Where this group keeps its own values, because all groups take those that it sent.
         own: By name, what the first site keeps; it comes with the last record of a federation.
     """
@@ -442,7 +450,7 @@ class UntrainedState:
         self._has_warned = False
         self.own_moved: bool = any(state.own_moved for state in before)
         self.outer = [self._copied(index) for index in range(len(self._places))]
-        # What has changed alike in all groups, each shows as it is, which is newer than the outer values.
+        # Whole numbers that have changed alike in all groups, each shows as they are, newer than the outer values.
         self._is_alike = [torch.tensor(False, device=outer.device) for outer in self.outer]
         # What code has overwritten in a validation: a flight of before must not land on it.
         self._rewritten = set[int]()
@@ -558,7 +566,7 @@ class UntrainedState:
                 mix_in(self._places[index].values, self.outer[index], share, arrived.is_kept[index])
 
     def write(self) -> None:
-        """Shows the outer values in the model; what has changed alike in all groups is shown as it is."""
+        """Shows the outer values in the model; counters, which all groups have changed alike, are shown as they are."""
         for index, is_alike in enumerate(self._is_alike):
             if self._has_shape(index):
                 mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
@@ -669,7 +677,10 @@ def agreed(
     keeps_outer: bool = True,
     speaks: bool = True,
 ) -> Tensor:
-    """Returns the new outer values as bytes, and behind them a byte for each value: whether it has changed alike.
+    """Returns the new outer values as bytes, and behind them a byte for each tensor: whether it has changed alike.
+
+    Only whole numbers have: groups may hold other values alike for once, by chance or after a warm-up, and no more when
+    they are shown.
 
     Args:
         state: The untrained state of the fragment.
@@ -685,9 +696,9 @@ def agreed(
         before = state.outer[index]
         tensors = {who: from_bytes(piece, like=before) for who, piece in senders.items()}
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
-        has_changed = ~all_alike([new, before])
+        has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
-        is_alike.append(to_bytes(all_alike(list(tensors.values())) & has_changed))
+        is_alike.append(to_bytes(all_alike(list(tensors.values())).all() & has_changed & _is_whole(new)))
         left_out[state.names[index]] = spoilt
     if speaks:
         say_left_out(left_out)
@@ -704,15 +715,14 @@ def arrived(state: UntrainedState, travelling: Sequence[int], flat: Tensor, snap
         snapshot: What this rank held at the launch.
     """
     sizes = [state.nbytes(index) for index in travelling]
-    numels = [state.outer[index].numel() for index in travelling]
-    pieces = flat.split([*sizes, *numels])
+    pieces = flat.split([*sizes, *[1] * len(sizes)])
     outer = dict[int, Tensor]()
     is_alike = dict[int, Tensor]()
     is_kept = dict[int, Tensor]()
     for position, index in enumerate(travelling):
         before = state.outer[index]
         outer[index] = from_bytes(pieces[position], like=before)
-        is_alike[index] = pieces[len(sizes) + position].view(before.shape).bool()
+        is_alike[index] = pieces[len(sizes) + position].view(()).bool()
         is_same = all_alike([snapshot[index], outer[index]])
         # Of what is no mean, a group keeps all or nothing.
         is_kept[index] = is_same if state.kinds[index] is Kind.MEAN else is_same.all()
@@ -721,7 +731,7 @@ def arrived(state: UntrainedState, travelling: Sequence[int], flat: Tensor, snap
 
 def arrived_bytes(state: UntrainedState, travelling: Sequence[int]) -> int:
     """Returns how many bytes `agreed` returns."""
-    return sum(state.nbytes(index) + state.outer[index].numel() for index in travelling)
+    return sum(state.nbytes(index) + 1 for index in travelling)
 
 
 # What is shown of the state that groups keep: that of the first group

@@ -181,6 +181,26 @@ def test_counters_count_every_step_in_training_in_what_is_shown_and_at_the_end()
     assert [int(model.counts.steps) for model in run.models] == [24, 24]
 
 
+@pytest.mark.parametrize(
+    ("name", "landed"),
+    [("constants.exact", 12), ("constants.thirds", 12), ("constants.places", 12), ("counts.best", 8)],
+)
+def test_what_groups_once_held_alike_is_shown_alike_when_they_hold_it_no_more(name: str, landed: int) -> None:
+    """As by chance, or after a warm-up, what follows from the weights alone."""
+    run = Run(overlap_steps=0, mixing=0.0, fragments=1).until(7)
+    for group, model in enumerate(run.models):
+        held = model.state_dict()[name].view(-1)
+        held[:2] = held[:2] / 512 + 1
+        held[3:] += group
+    # A constant that has changed by the launch after step 8 travels with that after step 12.
+    run.until(landed)
+    agreed = run.shown(0)[name]
+    run.models[1].state_dict()[name].view(-1)[:2] = 0
+    shown = [run.shown(group)[name] for group in range(2)]
+    assert torch.equal(*shown)
+    assert torch.equal(shown[0], agreed)
+
+
 def test_unit_vectors_stay_unit_in_training_and_in_what_is_shown() -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
