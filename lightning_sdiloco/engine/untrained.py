@@ -437,16 +437,16 @@ class UntrainedState:
         own_moved: Whether some group has changed a tensor of the kind `own`: known alike in all groups.
     """
 
-    def __init__(self, kinds: Mapping[Place, Kind], before: "Sequence[UntrainedState]" = ()) -> None:
+    def __init__(
+        self, kinds: Mapping[Place, Kind], before: "Sequence[UntrainedState]" = (), named: Collection[str] = ()
+    ) -> None:
         self._places = [place for place, kind in kinds.items() if kind is not Kind.OWN]
         digests = {name: value for state in before for name, value in state.own.digests.items()}
         self.own: OwnState = OwnState([place for place, kind in kinds.items() if kind is Kind.OWN], digests)
         self.kinds = [kind for kind in kinds.values() if kind is not Kind.OWN]
+        # Patterns of names whose kind a user has chosen; the others follow from the first values.
+        self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
-        self._dtypes = [
-            torch.promote_types(place.values.dtype, torch.float32) if kind is Kind.MEAN else place.values.dtype
-            for place, kind in zip(self._places, self.kinds, strict=True)
-        ]
         self._has_warned = False
         self.own_moved: bool = any(state.own_moved for state in before)
         self.outer = [self._copied(index) for index in range(len(self._places))]
@@ -474,7 +474,9 @@ class UntrainedState:
         return {**dict(zip(self.names, self.kinds, strict=True)), **{place.name: Kind.OWN for place in self.own.places}}
 
     def _copied(self, index: int) -> Tensor:
-        return self._places[index].values.to(self._dtypes[index], copy=True)
+        values = self._places[index].values
+        is_mean = self.kinds[index] is Kind.MEAN
+        return values.to(torch.promote_types(values.dtype, torch.float32) if is_mean else values.dtype, copy=True)
 
     def note_rewritten(self, names: Collection[str]) -> None:
         """Notes what code has overwritten, instead of training: what is in flight is older."""
@@ -611,12 +613,18 @@ class UntrainedState:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, saved, kind in zip(state["buffer_names"], state["buffer_kinds"], self.kinds, strict=True):
-            if saved != kind.value:
+        saved_kinds = zip(state["buffer_names"], state["buffer_kinds"], self.kinds, strict=True)
+        for index, (name, saved, kind) in enumerate(list(saved_kinds)):
+            if saved == kind.value:
+                continue
+            if any(fnmatchcase(name, pattern) for pattern in self._named):
                 raise ValueError(
                     f"{name!r} was saved as untrained state of the kind {saved!r}, and is {kind.value!r} now. Give"
                     f" untrained={{{name!r}: {saved!r}}} to resume."
                 )
+            # The kind followed from the values at the start, which are others now.
+            self.kinds[index] = Kind(saved)
+            self.outer[index] = self._copied(index)
         self._load_outer(state["buffers"])
         pairs = zip(state["buffers_alike"], self.outer, strict=True)
         self._is_alike = [is_alike.to(outer.device, copy=True) for is_alike, outer in pairs]
@@ -664,7 +672,7 @@ def untrained_state_of(
         steps = tuple(place.name.split("."))
         depth = max(depth for depth in range(len(steps)) if steps[:depth] in fragment_in)
         kinds[fragment_in[steps[:depth]]][place] = kind
-    return [UntrainedState(of_fragment, before) for of_fragment in kinds]
+    return [UntrainedState(of_fragment, before, named) for of_fragment in kinds]
 
 
 # What groups send of it, and what all of them make of that

@@ -359,6 +359,48 @@ def test_groups_resume_bit_for_bit_with_state_of_every_kind() -> None:
         assert unlike(copied(model.state_dict()), copied(other.state_dict())) == []
 
 
+class Bank(nn.Module):
+    """Begins with zeros, of which there is a mean, and is filled with vectors of length one, of which there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("features", torch.zeros(3, 4, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        with torch.no_grad():
+            self.features.copy_(nn.functional.normalize(y[:4].T, dim=1))
+        return y
+
+
+def test_a_kind_that_followed_from_the_first_values_stays_in_a_resumed_run() -> None:
+    """The Trainer makes the engine when the model holds those of the checkpoint already."""
+    run = Run(Bank).until(9)
+    saved = through_a_file([engine.state_dict() for engine in run.groups.engines])
+    inner = deepcopy([optimizer.state_dict() for optimizer in run.optimizers])
+
+    def filled() -> nn.Module:
+        model = Bank()
+        model.features.copy_(nn.functional.normalize(torch.ones(3, 4), dim=1))
+        return model
+
+    resumed = Run(filled)
+    for engine, state in zip(resumed.groups.engines, saved, strict=True):
+        engine.load_state_dict(state)
+    for optimizer, state in zip(resumed.optimizers, inner, strict=True):
+        optimizer.load_state_dict(state)
+    resumed.steps = 9
+    for one in (run, resumed):
+        one.until(15).groups.finish()
+    for model, other in zip(run.models, resumed.models, strict=True):
+        assert unlike(copied(model.state_dict()), copied(other.state_dict())) == []
+    named = Run(filled, untrained={"features": "first"})
+    with pytest.raises(ValueError, match="was saved as untrained state of the kind 'mean', and is 'first' now"):
+        named.groups.engines[0].load_state_dict(saved[0])
+
+
 def train_as_ranks(rank: int, world_size: int, groups: int, path: str) -> Sequence[dict[str, Tensor]]:
     """Trains, shows the model, saves and finishes, and does so again from the file; returns all that was seen."""
     seen = list[dict[str, Tensor]]()
