@@ -1,5 +1,7 @@
 """Values and comparisons for tests of what has to give the same bits."""
 
+import hashlib
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,21 @@ def vector(values: list[float], numel: int) -> Tensor:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tells whether float32 tensors have the same bits."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    """Tells whether tensors have the same dtype, shape and bits, those of zeros and NaN among them."""
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bytes(one), _bytes(other))
+
+
+def fingerprints(values: dict[str, Tensor]) -> dict[str, str]:
+    """What tells the bits of named tensors, in a few letters each."""
+    return {name: f"{own.dtype} {tuple(own.shape)} {_hash(own)}" for name, own in values.items()}
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _hash(tensor: Tensor) -> str:
+    return hashlib.sha256(_bytes(tensor).numpy()).hexdigest()[:16]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -7,6 +7,8 @@ from copy import deepcopy
 import torch
 from torch import Tensor, nn
 
+from tests.bits import same_bits
+
 WIDTH = 4
 INFINITE = float("inf")
 
@@ -34,6 +36,16 @@ class Mask(Part):
         super().__init__()
         self.register_buffer("constant_mask", torch.full((WIDTH, WIDTH), -INFINITE).triu(1))
         self.register_buffer("constant_exact", torch.tensor([0.1, 16777217.0, 3e38], dtype=torch.float64))
+
+
+class Constants(Part):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constant_time", torch.tensor(1732847520.123456, dtype=torch.float64))
+        self.register_buffer("constant_times", torch.tensor([1732847520123456789, -1]))
+        self.register_buffer("constant_tiny", torch.tensor([-0.0, 0.0, 1e-45]))
+        self.register_buffer("constant_half", torch.tensor([0.1, 3.0, 65504.0], dtype=torch.float16))
+        self.register_buffer("constant_unset", torch.full((2,), float("nan")))
 
 
 class Statistics(Part):
@@ -117,13 +129,13 @@ class Spectral(Part):
 
 
 PARTS: list[Callable[[], nn.Module]] = [
-    Mask, Statistics, Counter, Average, Queue, LargeQueue, Teacher, Frozen, Tied, Spectral,
+    Mask, Constants, Statistics, Counter, Average, Queue, LargeQueue, Teacher, Frozen, Tied, Spectral,
 ]  # fmt: skip
 
 
-def tree(seed: int, numbers: list[int]) -> nn.Module:
-    """A model of parts by their numbers, some of them nested in others, the same for a seed."""
-    torch.manual_seed(seed)
+def tree(seed: int, numbers: list[int], rank: int = 0) -> nn.Module:
+    """A model of parts by their numbers, some of them nested in others, by a seed; each rank draws other values."""
+    torch.manual_seed(1_000 * rank + seed)
     chance = random.Random(seed)
     layers: list[nn.Module] = [nn.Linear(5, WIDTH)]
     for number in numbers:
@@ -137,7 +149,7 @@ def tree(seed: int, numbers: list[int]) -> nn.Module:
 
 def altered_constants(values: dict[str, Tensor], initial: dict[str, Tensor]) -> list[str]:
     """The names of constants that do not have the bits with which they were made."""
-    return [name for name in initial if "constant" in name and not torch.equal(values[name], initial[name])]
+    return [name for name in initial if "constant" in name and not same_bits(values[name], initial[name])]
 
 
 def broken(values: dict[str, Tensor], steps: int) -> list[str]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import Landing, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from lightning_sdiloco.engine.flight import StepClock
+from tests.bits import same_bits
 from tests.training import batch, inner_optimizer, mlp
 
 Values = dict[str, Tensor]
@@ -36,7 +37,7 @@ def unlike(one: Values, other: Values) -> list[str]:
     """The names whose values do not have the same bits."""
     if one.keys() != other.keys():
         return sorted(one.keys() ^ other.keys())
-    return [name for name in one if not torch.equal(one[name], other[name])]
+    return [name for name in one if not same_bits(one[name], other[name])]
 
 
 def grouped(fragments: int) -> list[list[str]]:
