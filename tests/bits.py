@@ -30,7 +30,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _hash(tensor: Tensor) -> str:
-    return hashlib.sha256(_bytes(tensor).numpy()).hexdigest()[:16]
+    return hashlib.sha256(_bytes(tensor).numpy().tobytes()).hexdigest()[:16]
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

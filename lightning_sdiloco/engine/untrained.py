@@ -443,7 +443,7 @@ class UntrainedState:
         self._places = [place for place, kind in kinds.items() if kind is not Kind.OWN]
         digests = {name: value for state in before for name, value in state.own.digests.items()}
         self.own: OwnState = OwnState([place for place, kind in kinds.items() if kind is Kind.OWN], digests)
-        self.kinds = [kind for kind in kinds.values() if kind is not Kind.OWN]
+        self.kinds: list[Kind] = [kind for kind in kinds.values() if kind is not Kind.OWN]
         # Patterns of names whose kind a user has chosen; the others follow from the first values.
         self._named = tuple(named)
         self._shapes = [place.values.shape for place in self._places]
