@@ -92,9 +92,10 @@ class Control(NamedTuple):
     def merged(ranks: Sequence["Control"]) -> "Control":
         """Returns what a group says, given what its ranks say, so that all shards of a fragment decide alike.
 
-        Rank 0 of the group speaks for the buffers. A group trained when all its ranks did.
+        A group has changed what one of its ranks has changed. It trained when all its ranks did.
         """
         return ranks[0]._replace(
+            changed=reduce(or_, (rank.changed for rank in ranks)),
             requests=reduce(or_, (rank.requests for rank in ranks)),
             finite=all(rank.finite for rank in ranks),
             weight=sum(rank.weight for rank in ranks) if all(rank.weight for rank in ranks) else 0,

@@ -100,11 +100,11 @@ class Epochs:
 
     def meet(self) -> None:
         """Announces, once for each batch, that this group is about to wait for all others."""
-        if self._is_open and self._end is None and self.fit.is_training:
-            # Lightning counts an idle batch only after this one has waited in it.
-            if self.fetched > self._last:
-                self._last = self.fetched
-                self._tell(self.fetched, is_end=False)
+        is_within_epoch = self._is_open and self._end is None and self.fit.is_training
+        # Lightning counts an idle batch only after this one has waited in it.
+        if is_within_epoch and self.fetched > self._last:
+            self._last = self.fetched
+            self._tell(self.fetched, is_end=False)
 
     def collect(self, until: float = float("inf")) -> None:
         while self._told and self._told[0][0] <= until:
