@@ -614,11 +614,16 @@ def say_what_is_cut_again(recut: Recut, cut_model: CutModel, *, restarts: bool) 
 
 def follow_in_optimizers(recut: Recut, cut_model: CutModel, optimizers: Sequence[Optimizer], *, says: bool) -> None:
     """Drops gradients and optimizer state of another shape, and warns of new parameters that no optimizer steps."""
-    stepped = set[int]()
+    stepped, trained = set[int](), set[int]()
     for optimizer in optimizers:
         # Lightning takes anything that has the methods of an optimizer.
+        held = set[int]()
         for group in getattr(optimizer, "param_groups", ()):
-            stepped |= set(map(id, group["params"]))
+            held |= set(map(id, group["params"]))
+        # What never has a gradient gets no state, where other parameters do.
+        with_state = set(map(id, getattr(optimizer, "state", ())))
+        stepped |= held
+        trained |= held & with_state if with_state else held
     unstepped = list[str]()
     for name, tensor in recut.new.items():
         if not isinstance(tensor, nn.Parameter):
@@ -629,7 +634,7 @@ def follow_in_optimizers(recut: Recut, cut_model: CutModel, optimizers: Sequence
             for optimizer in optimizers:
                 optimizer.state.pop(tensor, None)
         # Perhaps none stepped what was replaced, such as a copy of another submodule.
-        elif former is not tensor and id(tensor) not in stepped and (former is None or id(former) in stepped):
+        elif former is not tensor and id(tensor) not in stepped and (former is None or id(former) in trained):
             unstepped.append(name)
     if optimizers and unstepped and says:
         _log.warning(

@@ -144,6 +144,17 @@ def test_a_stale_optimizer_is_named() -> None:
     assert texts(found[1][2], "No inner optimizer") == [], "once"
 
 
+def test_a_baseline_that_an_optimizer_held_and_never_stepped_needs_none() -> None:
+    def configure_optimizers(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=0.01)
+
+    hooks = {"on_train_epoch_end": replace_baseline, "configure_optimizers": configure_optimizers}
+    found = run_processes(partial(fitted, **hooks), 2)
+    require_alike(found)
+    assert len(texts(found[0][2], "The model is cut again")) == EPOCHS - 1
+    assert texts(found[0][2], "No inner optimizer") == []
+
+
 def test_a_fit_that_stops_after_its_baseline_was_replaced_ends_with_the_same_model_everywhere() -> None:
     def stop(module: Any) -> None:
         replace_baseline(module)
