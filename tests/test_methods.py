@@ -180,6 +180,36 @@ def test_who_averages_inside_is_warned_of_an_outer_momentum(caplog: pytest.LogCa
         assert ("GPA averages its steps" in caplog.text) is warns
 
 
+class HandsOn(torch.optim.Optimizer):
+    """Wraps an optimizer, and switches it if it can be switched, as accelerate's does."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.optimizer.step(closure)
+
+    def train(self) -> None:
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
+
+    def eval(self) -> None:
+        if hasattr(self.optimizer, "eval"):
+            self.optimizer.eval()
+
+
+@pytest.mark.parametrize(("kind", "warns"), [(GPA, True), (torch.optim.AdamW, False)])
+def test_a_wrapper_averages_only_if_what_it_wraps_does(
+    kind: Any, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = mlp()
+    with caplog.at_level(logging.WARNING):
+        SimulatedGroups([model], [[HandsOn(kind(model.parameters(), lr=0.1))]], outer_lr=1.0, outer_momentum=0.9)
+    assert ("GPA averages its steps" in caplog.text) is warns
+    assert ("averages its steps" in caplog.text) is warns
+
+
 # Eager updates
 
 EAGER: dict[str, Any] = {"sync_every": 5, "overlap_steps": 4, "fragments": grouped(2), "compression": "fp32"}

@@ -44,7 +44,7 @@ from lightning_sdiloco.engine.shards import (
     trainable,
 )
 from lightning_sdiloco.engine.untrained import Kind, kinds_of
-from lightning_sdiloco.engine.weight_copies import WeightCopies
+from lightning_sdiloco.engine.weight_copies import WeightCopies, copies_in, parts_of
 from lightning_sdiloco.launch.rendezvous import launched_processes
 
 _log = logging.getLogger(__name__)
@@ -217,7 +217,12 @@ def _say_what_is_unusual(partition: Partition, settings: Settings, topology: Top
 
 def say_what_averages_twice(optimizers: Sequence[Optimizer], settings: Settings, topology: Topology) -> None:
     """Warns once, on one rank, of an inner optimizer that averages its steps under an outer momentum."""
-    averaging = [type(one).__name__ for one in optimizers if hasattr(one, "train") and hasattr(one, "eval")]
+    averaging = list[str]()
+    for optimizer in optimizers:
+        switched = [part for part in parts_of(optimizer) if hasattr(part, "train") and hasattr(part, "eval")]
+        # One that wraps another may only hand the calls on, as accelerate's does: nothing keeps a copy of the weights.
+        if switched and (len(parts_of(switched[-1])) == 1 or copies_in(switched[-1])):
+            averaging.append(type(switched[-1]).__name__)
     momentum = settings.numbers.get("outer_momentum", 0.0)
     if averaging and momentum > 0 and settings.outer.make is None and not topology.rank:
         _log.warning(
