@@ -36,7 +36,14 @@ class StreamingDiLoCoCallback(TrainerCallback):
         return tensor if self.in_step else over_all(tensor, *args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.engine = StreamingDiLoCo(kwargs["model"], inner_optimizers=[kwargs["optimizer"]], **self.settings)
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        if others := stepped - set(model.parameters()):
+            raise ValueError(
+                f"The optimizer steps {len(others)} parameters that are not the model's, such as those of a loss. Each"
+                " group would train its own: put them into the model, or use a loss without parameters."
+            )
+        self.engine = StreamingDiLoCo(model, inner_optimizers=[optimizer], **self.settings)
         if self.resume_from is not None:
             self.engine.load(Path(self.resume_from) / "engine.ckpt")
 

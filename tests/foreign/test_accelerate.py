@@ -90,6 +90,86 @@ def test_the_trainer_of_transformers_trains_worker_groups_and_resumes(rank: int,
     assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="is not installed: make foreign")
+@in_ranks(2, timeout=200.0)
+def test_the_trainer_of_sentence_transformers_trains_worker_groups_and_resumes(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same callback, of a trainer that makes losses of its own out of pairs of sentences."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from datasets import Dataset
+    from sentence_transformers import (
+        SentenceTransformer,
+        SentenceTransformerTrainer,
+        SentenceTransformerTrainingArguments,
+    )
+    from sentence_transformers.losses import MultipleNegativesRankingLoss, SoftmaxLoss
+    from sentence_transformers.models import Pooling, Transformer
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    sys.path.append(str(EXAMPLES))
+    from transformers_trainer import StreamingDiLoCoCallback
+
+    words = [f"w{i}" for i in range(300)]
+    vocabulary = {word: i for i, word in enumerate(["[PAD]", "[UNK]", *words])}
+
+    def save_untrained(folder: Path) -> None:
+        """A BERT as it would be downloaded, of so many words."""
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+        fast.save_pretrained(folder)
+        sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+        torch.manual_seed(0)
+        BertModel(BertConfig(vocab_size=len(vocabulary), max_position_embeddings=32, **sizes)).save_pretrained(folder)
+
+    def pairs(count: int, seed: int) -> Dataset:
+        """Sentences, and others with half of their words."""
+        chosen = torch.randint(len(words), (count, 8), generator=torch.Generator().manual_seed(seed))
+        sentences = [[words[word] for word in row] for row in chosen.tolist()]
+        columns = {"anchor": [" ".join(of) for of in sentences], "positive": [" ".join(of[::2]) for of in sentences]}
+        return Dataset.from_dict(columns)
+
+    def make(name: str, resume: str | None, make_loss: Any) -> tuple[SentenceTransformerTrainer, Any]:
+        torch.manual_seed(0)
+        transformer = Transformer(str(tmp_path / f"bert-{rank}"), max_seq_length=16)
+        model = SentenceTransformer(
+            modules=[transformer, Pooling(transformer.get_word_embedding_dimension())], device="cpu"
+        )
+        assert sum(p.numel() for p in model.parameters()) > 100_000
+        often: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 8, "save_steps": 8, "max_steps": 24}
+        quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True}
+        arguments = SentenceTransformerTrainingArguments(
+            output_dir=str(tmp_path / name), per_device_train_batch_size=8, learning_rate=1e-3, **often, **quiet
+        )
+        loss = make_loss(model)
+        trainer = SentenceTransformerTrainer(model, arguments, pairs(384, 1), pairs(64, 2), loss)
+        callback = StreamingDiLoCoCallback(trainer, resume, sync_every=6, overlap_steps=3, fragments="strided:1")
+        trainer.add_callback(callback)
+        return trainer, callback
+
+    def train(name: str, resume: str | None = None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        trainer, callback = make(name, resume, MultipleNegativesRankingLoss)
+        trainer.train(resume_from_checkpoint=resume)
+        model = trainer.model
+        assert (callback.engine.topology.num_groups, trainer.state.global_step) == (2, 24)
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        assert agreed(losses)
+        assert losses[-1] < losses[0]
+        assert model.encode(["w1 w2 w3"]).shape == (1, 64)
+        return losses, {name: values.clone() for name, values in model.state_dict().items()}
+
+    save_untrained(tmp_path / f"bert-{rank}")
+    losses, model = train("whole")
+    assert agreed(model)
+    again, resumed = train("resumed", str(tmp_path / "whole" / "checkpoint-16"))
+    assert again == losses
+    assert [name for name, values in model.items() if not torch.equal(values, resumed[name])] == []
+    with_head, _ = make("head", None, lambda model: SoftmaxLoss(model, 64, 3))
+    assert refusal(with_head.train).startswith("The optimizer steps 2 parameters that are not the model's")
+
+
 @in_ranks(2, timeout=200.0)
 def test_the_best_model_stays_and_a_loss_that_gathers_couples_no_groups(rank: int, tmp_path: Path) -> None:
     """The best is that of the first evaluation here; the loss gathers as those of TRL do."""
