@@ -3,6 +3,7 @@
 Each is imported by its own function: one that is not installed keeps none of the others from running.
 """
 
+import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -19,6 +20,9 @@ from lightning import pytorch as new
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.fits import said_by
+from tests.ranks import agreed
+
 HALF = "half.ckpt"
 
 
@@ -34,14 +38,14 @@ class Trial:
     def __deepcopy__(self, memo: dict[int, Any]) -> "Trial":
         return self  # some projects copy their callbacks, and what those find is wanted here
 
-    def trainer(self, distribution: Any, monitor: str, half: int = 2) -> dict[str, Any]:
+    def trainer(self, distribution: Any, monitor: str, half: int = 2, sign: int = 1) -> dict[str, Any]:
         """The arguments that every Trainer gets: a callback writes down the fit, and the losses of its validations by
-        name; it saves a checkpoint at the end of one of these, counted from 1."""
+        name, a reward with the sign -1; it saves a checkpoint at the end of one of these, counted from 1."""
         return {
             "accelerator": "cpu",
             "devices": 2,
             "strategy": self.strategy,
-            "callbacks": [type("Probe", (_Probe, distribution.Callback), {})(self, monitor, half)],
+            "callbacks": [type("Probe", (_Probe, distribution.Callback), {})(self, monitor, half, sign)],
             "enable_progress_bar": False,
             "enable_model_summary": False,
             "default_root_dir": str(self.folder),
@@ -57,13 +61,13 @@ class Trial:
 
 
 class _Probe:
-    def __init__(self, trial: Trial, monitor: str, half: int) -> None:
-        self.trial, self.monitor, self.half, self.validations = trial, monitor, half, 0
+    def __init__(self, trial: Trial, monitor: str, half: int, sign: int) -> None:
+        self.trial, self.monitor, self.half, self.sign, self.validations = trial, monitor, half, sign, 0
         self.losses: list[float] = []
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.monitor in trainer.callback_metrics:
-            self.losses.append(float(trainer.callback_metrics[self.monitor]))
+            self.losses.append(self.sign * float(trainer.callback_metrics[self.monitor]))
         # Where ModelCheckpoint saves. Elsewhere Lightning itself may go on with another epoch's data, with DDP too.
         self.validations += not trainer.sanity_checking
         if self.validations == self.half and self.trial.resume is None:
@@ -215,6 +219,60 @@ def gluonts(trial: Trial) -> None:
     trial.found["predictions"] = len(list(predictor.predict(data)))
 
 
+def rl4co(trial: Trial) -> None:
+    """A policy of tours, whose baseline is replaced by a copy of the policy after an epoch in which that got better."""
+    from rl4co.envs import TSPEnv
+    from rl4co.models import AttentionModel
+    from rl4co.utils import RL4COTrainer
+
+    torch.set_num_threads(1)  # importing it sets another number
+
+    class Remembering(AttentionModel):
+        """Saves what its baseline holds beside parameters, which is in no checkpoint of its own."""
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            rollout = self.baseline.baseline
+            checkpoint["baseline"] = {
+                "alpha": self.baseline.alpha,
+                "values": rollout.bl_vals,
+                "mean": rollout.mean,
+                "tours": rollout.dataset.data,
+            }
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            saved, rollout = checkpoint["baseline"], self.baseline.baseline
+            self.baseline.alpha = saved["alpha"]
+            rollout.bl_vals, rollout.mean, rollout.dataset.data = saved["values"], saved["mean"], saved["tours"]
+
+    new.seed_everything(0)
+    env = TSPEnv(generator_params={"num_loc": 10})
+    model = Remembering(
+        env,
+        baseline="rollout",
+        policy_kwargs={"embed_dim": 64, "feedforward_hidden": 128, "normalization": "instance"},
+        batch_size=16,
+        train_data_size=320,
+        val_data_size=64,
+        optimizer_kwargs={"lr": 1e-3},
+    )
+    choices = trial.trainer(new, "val/reward", sign=-1)
+    if trial.strategy == "ddp":
+        choices["strategy"] = "ddp_find_unused_parameters_true"
+    trainer = RL4COTrainer(**choices, max_epochs=4, precision="32-true")
+    said = said_by("lightning_sdiloco")
+    # Its own call cannot say that checkpoints hold objects.
+    fit = partialmethod(new.Trainer.fit, weights_only=False)
+    with patch.object(new.Trainer, "fit", fit):
+        trainer.fit(model, ckpt_path=trial.resume)
+    if trial.strategy != "ddp" and trainer.is_global_zero:
+        assert any(text.startswith("The model is cut again") for text in said), "no baseline was replaced"
+        assert not any(text.startswith("No inner optimizer") for text in said)
+    trial.found["validated"] = sorted(trainer.test(model)[0])
+    with torch.no_grad():
+        tours = model.policy(env.reset(batch_size=[32]), env, decode_type="greedy")
+    trial.found["predictions"] = len(tours["reward"])
+
+
 def scvi(trial: Trial) -> None:
     """A variational autoencoder of counts, which makes its own Trainer and looks for "ddp" in the name."""
     import anndata
@@ -285,7 +343,13 @@ class Language(new.LightningModule):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
 
 
-def language(trial: Trial, make: Callable[[], nn.Module], max_epochs: int = 4, **choices: Any) -> None:
+def language(
+    trial: Trial,
+    make: Callable[[], nn.Module],
+    max_epochs: int = 4,
+    kind: type[Language] = Language,
+    **choices: Any,
+) -> None:
     """Windows of counting bytes, which a model learns soon."""
 
     def batches(seed: int, windows: int) -> DataLoader[Any]:
@@ -296,7 +360,25 @@ def language(trial: Trial, make: Callable[[], nn.Module], max_epochs: int = 4, *
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss"), max_epochs=max_epochs, **choices)
-    trial.run(trainer, Language(make()), batches(0, 160), batches(1, 32))
+    trial.run(trainer, kind(make()), batches(0, 160), batches(1, 32))
+
+
+class ScheduleFree(Language):
+    """Its optimizer shows one model for training, and another for everything else."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        from schedulefree import AdamWScheduleFree
+
+        return AdamWScheduleFree(self.parameters(), lr=3e-3, warmup_steps=10)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_predict_epoch_start(self) -> None:
+        self.optimizers().eval()
 
 
 def gpt2(width: int = 96) -> nn.Module:
@@ -324,40 +406,35 @@ def lora() -> nn.Module:
     return get_peft_model(gpt2(192), LoraConfig(r=32, lora_alpha=64, lora_dropout=0.1, **choices))
 
 
-def lightly(trial: Trial) -> None:
-    """SimCLR, whose loss gathers its negatives over all ranks: all groups wait for each other in every batch."""
-    from lightly.loss import NTXentLoss
+def resnet() -> nn.Module:
     from lightly.models import ResNetGenerator
-    from lightly.models.modules import SimCLRProjectionHead
+
+    layers = list(ResNetGenerator("resnet-9", width=0.25).children())
+    return nn.Sequential(*layers[:-1], nn.AdaptiveAvgPool2d(1))
+
+
+class TwoViews(new.LightningModule):
+    """Learns of images without labels, from two views of each."""
+
+    backbone: nn.Module
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss: Tensor = self.loss(*batch)
+        self.log("train_loss_ssl", loss)
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss_ssl", self.loss(*batch), sync_dist=True)
+
+    def predict_step(self, batch: Any, index: int) -> Tensor:
+        return self.backbone(batch[0]).flatten(start_dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3)
+
+
+def lightly(trial: Trial, make: Callable[[], TwoViews]) -> TwoViews:
     from lightly.transforms import SimCLRTransform
-
-    class SimCLR(new.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            resnet = ResNetGenerator("resnet-9", width=0.25)
-            self.backbone = nn.Sequential(*list(resnet.children())[:-1], nn.AdaptiveAvgPool2d(1))
-            self.projection_head = SimCLRProjectionHead(128, 128, 64)
-            self.criterion = NTXentLoss(gather_distributed=True)
-
-        def forward(self, images: Tensor) -> Tensor:
-            projected: Tensor = self.projection_head(self.backbone(images).flatten(start_dim=1))
-            return projected
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            first, second = batch
-            loss: Tensor = self.criterion(self(first), self(second))
-            self.log("train_loss_ssl", loss)
-            return loss
-
-        def validation_step(self, batch: Any, index: int) -> None:
-            first, second = batch
-            self.log("val_loss_ssl", self.criterion(self(first), self(second)), sync_dist=True)
-
-        def predict_step(self, batch: Any, index: int) -> Tensor:
-            return self.backbone(batch[0]).flatten(start_dim=1)
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=2e-3)
 
     transform = SimCLRTransform(input_size=16, cj_prob=0.0, random_gray_scale=0.0, gaussian_blur=0.0)
 
@@ -367,7 +444,82 @@ def lightly(trial: Trial) -> None:
 
     new.seed_everything(0)
     trainer = new.Trainer(**trial.trainer(new, "val_loss_ssl"), max_epochs=4)
-    trial.run(trainer, SimCLR(), batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1)))
+    model = make()
+    trial.run(trainer, model, batches(pictures(320, 24, 0), shuffle=True), batches(pictures(64, 24, 1)))
+    return model
+
+
+def simclr(trial: Trial) -> None:
+    """A loss that gathers its negatives over all ranks: all groups wait for each other in every batch."""
+    from lightly.loss import NTXentLoss
+    from lightly.models.modules import SimCLRProjectionHead
+
+    class SimCLR(TwoViews):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = resnet()
+            self.projection_head = SimCLRProjectionHead(128, 128, 64)
+            self.criterion = NTXentLoss(gather_distributed=True)
+
+        def forward(self, images: Tensor) -> Tensor:
+            projected: Tensor = self.projection_head(self.backbone(images).flatten(start_dim=1))
+            return projected
+
+        def loss(self, first: Tensor, second: Tensor) -> Tensor:
+            loss: Tensor = self.criterion(self(first), self(second))
+            return loss
+
+    lightly(trial, SimCLR)
+
+
+def byol(trial: Trial) -> None:
+    """A teacher of frozen parameters, which follows the student by a moving average."""
+    from lightly.loss import NegativeCosineSimilarity
+    from lightly.models.modules import BYOLPredictionHead, BYOLProjectionHead
+    from lightly.models.utils import deactivate_requires_grad, update_momentum
+
+    class BYOL(TwoViews):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = resnet()
+            self.projection_head = BYOLProjectionHead(128, 128, 64)
+            self.prediction_head = BYOLPredictionHead(64, 128, 64)
+            self.backbone_momentum = copy.deepcopy(self.backbone)
+            self.projection_head_momentum = copy.deepcopy(self.projection_head)
+            deactivate_requires_grad(self.backbone_momentum)
+            deactivate_requires_grad(self.projection_head_momentum)
+            self.criterion = NegativeCosineSimilarity()
+
+        def forward(self, images: Tensor) -> Tensor:
+            projected = self.projection_head(self.backbone(images).flatten(start_dim=1))
+            predicted: Tensor = self.prediction_head(projected)
+            return predicted
+
+        def forward_momentum(self, images: Tensor) -> Tensor:
+            projected: Tensor = self.projection_head_momentum(self.backbone_momentum(images).flatten(start_dim=1))
+            return projected.detach()
+
+        def loss(self, first: Tensor, second: Tensor) -> Tensor:
+            to_second = self.criterion(self(first), self.forward_momentum(second))
+            to_first = self.criterion(self(second), self.forward_momentum(first))
+            loss: Tensor = (to_second + to_first) / 2
+            return loss
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            update_momentum(self.backbone, self.backbone_momentum, m=0.9)
+            update_momentum(self.projection_head, self.projection_head_momentum, m=0.9)
+            return super().training_step(batch, index)
+
+        def on_train_epoch_start(self) -> None:
+            self.local_teacher = nn.utils.parameters_to_vector(self.backbone_momentum.parameters())
+
+    model = lightly(trial, BYOL)
+    # Each group's teacher follows its own student.
+    assert agreed({"teacher": model.local_teacher}) == (trial.strategy == "ddp")
+    new.seed_everything(0)
+    nets = (BYOL().backbone, model.backbone, model.backbone_momentum)
+    initial, student, teacher = (nn.utils.parameters_to_vector(net.parameters()) for net in nets)
+    assert (student - teacher).norm() < 0.5 * (student - initial).norm(), "the teacher does not follow"
 
 
 def anomalib(trial: Trial) -> None:
@@ -400,6 +552,52 @@ def anomalib(trial: Trial) -> None:
     engine.fit(model, datamodule=folder, ckpt_path=trial.resume)
     trial.found["validated"] = sorted(engine.test(model, datamodule=folder)[0])
     trial.found["predictions"] = sum(len(batch.image) for batch in engine.predict(model, datamodule=folder))
+
+
+def nequip(trial: Trial) -> None:
+    """An equivariant potential, whose loss holds derivatives and is a metric that is multiplied by the world size."""
+    from nequip.data.datamodule import NequIPDataModule
+    from nequip.train import NequIPLightningModule
+    from nequip.utils.global_state import set_global_state
+
+    def frames(count: int, seed: int) -> dict[str, Any]:
+        """Shaken crystals of copper, with a potential that is computed here."""
+        types = {"_target_": "nequip.data.transforms.ChemicalSpeciesToAtomTypeMapper", "model_type_names": ["Cu"]}
+        neighbours = {"_target_": "nequip.data.transforms.NeighborListTransform", "r_max": 3.5}
+        target = "nequip.data.dataset.EMTTestDataset"
+        shape = {"supercell": [2, 2, 1], "num_frames": count, "seed": seed}
+        return {"_target_": target, "transforms": [types, neighbours], **shape}
+
+    set_global_state()
+    new.seed_everything(0)
+    data = NequIPDataModule(
+        seed=0,
+        train_dataset=frames(96, 0),
+        val_dataset=frames(16, 1),
+        predict_dataset=frames(16, 2),
+        train_dataloader={"batch_size": 2, "shuffle": True},
+        val_dataloader={"batch_size": 4},
+        predict_dataloader={"batch_size": 4},
+    )
+    about = {"seed": 0, "model_dtype": "float32", "type_names": ["Cu"], "r_max": 3.5, "avg_num_neighbors": 12.0}
+    sizes = {"num_layers": 2, "l_max": 1, "num_features": 48, "radial_mlp_width": 128}
+    energies = {"per_type_energy_scales": 1.0, "per_type_energy_shifts": 0.0}
+    module = NequIPLightningModule(
+        model={"_target_": "nequip.model.NequIPGNNModel", **about, **sizes, **energies},
+        num_datasets=data.num_datasets,
+        optimizer={"_target_": "torch.optim.Adam", "lr": 0.005},
+        loss={"_target_": "nequip.train.EnergyForceLoss"},
+        train_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
+        val_metrics={"_target_": "nequip.train.EnergyForceMetrics"},
+    )
+    trainer = new.Trainer(**trial.trainer(new, "val0_epoch/weighted_sum"), max_epochs=4, inference_mode=False)
+    module.world_size = trainer.world_size  # as its own command does
+    said = said_by("lightning_sdiloco")
+    trainer.fit(module, datamodule=data, ckpt_path=trial.resume, weights_only=False)
+    trial.found["validated"] = sorted(trainer.validate(module, datamodule=data)[0])
+    trial.found["predictions"] = sum(len(batch["total_energy"]) for batch in trainer.predict(module, datamodule=data))
+    warned = [text for text in said if text.startswith("The module keeps world_size: 2")]
+    assert len(warned) == (trial.strategy != "ddp" and trainer.is_global_zero)
 
 
 def pina(trial: Trial) -> None:
@@ -525,12 +723,16 @@ PROJECTS: dict[str, Callable[[Trial], None]] = {
     "darts": darts,
     "darts: with metrics": partial(darts, with_metrics=True),
     "gluonts": gluonts,
-    "lightly": lightly,
+    "lightly: byol": byol,
+    "lightly: simclr": simclr,
+    "nequip": nequip,
     "neuralforecast": neuralforecast,
     "peft: lora": partial(language, make=lora),
     "pina": pina,
     "pytorch_forecasting": pytorch_forecasting,
     "pytorch_tabular": pytorch_tabular,
+    "rl4co": rl4co,
+    "schedulefree": partial(language, make=gpt2, kind=ScheduleFree),
     "scvi": scvi,
     "torch_geometric": torch_geometric,
     "torchgeo": torchgeo,
