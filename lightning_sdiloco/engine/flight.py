@@ -329,7 +329,8 @@ class Synchronizer:
         self, posts: Sequence[tuple[Exchange[Any], Any]], launch: Launch, stage: int
     ) -> tuple[list[list[Tensor]], int, int, list[float]]:
         """Waits for messages; returns them, the bytes sent and received, and when each exchange had its own."""
-        before = [(exchange.bytes_sent, exchange.bytes_received) for exchange, _ in posts]
+        exchanges = list(dict.fromkeys(exchange for exchange, _ in posts))
+        before = [(exchange.bytes_sent, exchange.bytes_received) for exchange in exchanges]
         messages, arrived = list[list[Tensor]](), list[float]()
         missing: Unanswered | None = None
         try:
@@ -346,8 +347,8 @@ class Synchronizer:
                 " The run cannot continue without it. Find out why that group stopped or is unreachable; if it was only"
                 " slow, raise timeout."
             ) from missing
-        sent = sum([exchange.bytes_sent - was for (exchange, _), (was, _) in zip(posts, before, strict=True)])
-        received = sum([exchange.bytes_received - was for (exchange, _), (_, was) in zip(posts, before, strict=True)])
+        sent = sum([exchange.bytes_sent - was for exchange, (was, _) in zip(exchanges, before, strict=True)])
+        received = sum([exchange.bytes_received - was for exchange, (_, was) in zip(exchanges, before, strict=True)])
         return messages, sent, received, arrived
 
     def _told(self, missing: Unanswered | None, stage: int) -> Unanswered | None:
