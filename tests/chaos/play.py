@@ -11,6 +11,7 @@ from tests.chaos.processes import BATCH
 from tests.chaos.world import World
 
 _MOST = 3  # faults at the same time
+_KNOWN = 4  # rounds from which on the guard judges a site
 _START = 150.0  # seconds that a process may take to start: on a busy machine it does
 
 
@@ -53,10 +54,10 @@ class Play:
         self.finish()
 
     def begin(self) -> None:
-        """Starts all, and waits until they have landed two rounds."""
+        """Starts all, and waits until the guard knows how long the outer gradients of each site are."""
         self.seen = {site: Seen(time.monotonic()) for site in self.world.sites}
         self.world.start(HUB, *self.world.sites)
-        self.until("two rounds", lambda: min(own.round for own in self.seen.values()) >= 2, _START)
+        self.until("some rounds", lambda: min(own.round for own in self.seen.values()) >= _KNOWN, _START)
 
     def let(self, fault: Fault) -> None:
         """Lets a fault happen, from which who it hits has to come back."""
