@@ -289,7 +289,9 @@ def mix_in(values: Tensor, outer: Tensor, kept_share: float, is_kept: Tensor) ->
         kept_share: The share of the local values in the mean.
         is_kept: Where local values stay as they are: a truth value for each value, or one for all.
     """
-    outer = outer.to(values.dtype)
+    # Code may have bound a tensor on another device.
+    outer = outer.to(values.device, values.dtype)
+    is_kept = is_kept.to(values.device)
     mixed = outer
     if kept_share:
         mixed = values.clone()
@@ -490,7 +492,7 @@ class UntrainedState:
         """Puts copies in the place of what the model no longer has, or has in another shape, until it is cut again."""
         self.own.places = [place for place in self.own.places if place.is_there]
         for index, place in enumerate(self._places):
-            if not place.is_there or place.values.shape != self._shapes[index]:
+            if not place.is_there or not self._fits(index):
                 outside = nn.Module()
                 outside.register_buffer(place.key, self.outer[index].clone())
                 self._places[index] = Place(place.name, outside, (), place.key, is_parameter=False)
@@ -503,22 +505,33 @@ class UntrainedState:
                 self.own_moved = True
 
     def snapshot(self) -> list[Tensor]:
-        """Copies what travels as it is now; where code has bound a tensor of another shape, the outer values."""
-        return [
-            self._copied(index) if self._has_shape(index) else self.outer[index] for index in range(len(self.outer))
-        ]
+        """Copies what travels as it is now; the outer values, where code has bound what cannot be exchanged."""
+        copies = list[Tensor]()
+        for index, outer in enumerate(self.outer):
+            values = self._places[index].values if self._is_exchanged(index) else outer
+            # Groups know how long each tensor is, whatever code has bound.
+            copies.append(values.to(outer.device, outer.dtype, copy=True))
+        return copies
 
-    def _has_shape(self, index: int) -> bool:
-        place = self._places[index]
-        if place.values.shape == self._shapes[index]:
+    def _fits(self, index: int) -> bool:
+        """Returns whether the outer values can hold what the model holds: its shape, and every value of its dtype."""
+        values = self._places[index].values
+        dtype = self.outer[index].dtype
+        return values.shape == self._shapes[index] and torch.promote_types(values.dtype, dtype) == dtype
+
+    def _is_exchanged(self, index: int) -> bool:
+        if self._fits(index):
             return True
         if not self._has_warned:
+            place = self._places[index]
             _log.warning(
-                "%r had the shape %s when the model was cut, and has %s now: the worker groups cannot exchange it, and"
-                " each keeps its own. Give untrained={%r: 'own'} to say so.",
+                "%r had the shape %s and outer values of %s when the model was cut, and has %s and %s now: the worker"
+                " groups cannot exchange it, and each keeps its own. Give untrained={%r: 'own'} to say so.",
                 place.name,
                 tuple(self._shapes[index]),
+                self.outer[index].dtype,
                 tuple(place.values.shape),
+                place.values.dtype,
                 place.name,
             )
         self._has_warned = True
@@ -561,7 +574,7 @@ class UntrainedState:
         """Takes outer values that have arrived into the local ones; means are mixed. A share of 1 trains apart."""
         for index in arrived.outer:
             is_mean = self.kinds[index] is Kind.MEAN
-            if index in self._rewritten or not self._has_shape(index):
+            if index in self._rewritten or not self._is_exchanged(index):
                 continue
             if is_mean or kept_share < 1.0:
                 share = kept_share if is_mean else 0.0
@@ -570,13 +583,13 @@ class UntrainedState:
     def write(self) -> None:
         """Shows the outer values in the model; counters, which all groups have changed alike, are shown as they are."""
         for index, is_alike in enumerate(self._is_alike):
-            if self._has_shape(index):
+            if self._is_exchanged(index):
                 mix_in(self._places[index].values, self.outer[index], 0.0, is_alike)
 
     def recover(self) -> None:
         """Takes outer values for what is not finite, and for all means."""
         for index, kind in enumerate(self.kinds):
-            if self._has_shape(index):
+            if self._is_exchanged(index):
                 values = self._places[index].values
                 is_kept = torch.tensor(kind is not Kind.MEAN, device=values.device)
                 mix_in(values, self.outer[index], 0.0, is_kept & values.isfinite())
@@ -584,7 +597,7 @@ class UntrainedState:
     def write_values(self, outer: Mapping[int, Tensor]) -> None:
         """Shows values that a flight has brought, instead of the outer ones."""
         for index, values in outer.items():
-            if self._has_shape(index):
+            if self._is_exchanged(index):
                 self._places[index].values.copy_(values)
 
     def take_local(self) -> None:

@@ -271,7 +271,42 @@ def test_a_buffer_that_changes_its_shape_is_each_groups_own_and_is_told(caplog: 
     run.until(12)
     run.groups.finish()
     assert [len(model.codebook.codes) for model in run.models] == [5, 6]
-    assert "'codebook.codes' had the shape (4, 3) when the model was cut" in caplog.text
+    assert "'codebook.codes' had the shape (4, 3) and outer values of torch.float32 when" in caplog.text
+
+
+class Rebound(nn.Module):
+    """Binds its buffer to a value of another dtype than it had at first."""
+
+    def __init__(self, first: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(5, 3), dtype
+        self.register_buffer("seen", first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        self.seen = y.detach().abs().mean().to(self.dtype).expand(self.seen.shape).clone()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("first", "dtype", "is_exchanged"),
+    [
+        (torch.zeros(()), torch.bfloat16, True),
+        (torch.zeros(2), torch.bfloat16, True),
+        (torch.zeros(2), torch.float64, False),
+        (torch.tensor(0), torch.float32, False),
+    ],
+    ids=str,
+)
+def test_a_buffer_that_changes_its_dtype_is_exchanged_where_outer_values_can_hold_it(
+    first: Tensor, dtype: torch.dtype, is_exchanged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(lambda: Rebound(first.clone(), dtype)).until(12)
+    run.groups.finish()
+    one, other = values(run, "seen")
+    assert one.dtype == other.dtype == dtype
+    assert torch.equal(one, other) == is_exchanged
+    assert ("'seen' had the shape" in caplog.text) != is_exchanged
 
 
 def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_left() -> None:
