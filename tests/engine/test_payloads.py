@@ -1,5 +1,6 @@
 """What crosses between groups: codes and lengths of a sender's own, by our count and that of the interface."""
 
+import math
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from lightning_sdiloco.comm.exchange import _carried, _packed, _unpacked
 from lightning_sdiloco.compression import COMPRESSIONS, ByLink, Compression, ErrorFeedback, Int2, Int8, resolve
 from lightning_sdiloco.compression.casts import Float32
 from lightning_sdiloco.compression.sparse import RandomK, Threshold, TopK
+from lightning_sdiloco.engine import flight
 from tests import fits
-from tests.engine.groups import Groups, outer_state, with_links
+from tests.engine.groups import Groups, outer_state, with_links, with_statistics
 from tests.engine.test_every_way import LINKS, MENU
 from tests.federation.sites import agree, equal, founded, train
 from tests.fits import fit
@@ -211,3 +213,18 @@ def test_the_counter_of_the_interface_agrees_and_no_byte_crosses_between_launche
     # No payload are a header with options of TCP, and where the groups' data ended, which follows the last batch. With
     # the last step comes the last mean.
     assert {step for step, count in per_step.items() if count > 1_000} == {6, 9, 12, 15, STEPS}, per_step
+
+
+def test_buffers_that_follow_the_payload_do_not_hide_how_fast_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_link(posted: float, began: float, launched: float, ended: float, encoding: float) -> float:
+        # What follows is posted by whom it waits for, and mostly there when the wait begins.
+        return math.nan if posted == launched else 2.0
+
+    monkeypatch.setattr(flight, "on_link", on_link)
+    rates = []
+    for net in (mlp, with_statistics):
+        run = Groups(net=net, inner="sgd", sync_every=4, overlap_steps=1, fragments=1, compression="fp32")
+        (landing,) = run.until(5)
+        numel = sum(parameter.numel() for parameter in run.models[0].parameters())
+        rates.append(landing.link_gbit_s * 1e9 / 8 * 2.0 - 4 * numel)
+    assert rates == [pytest.approx(CONTROL_BYTES, abs=0.01)] * 2
