@@ -511,7 +511,7 @@ class StreamingDiLoCo:
         states = [fragment.untrained for fragment in self.rounds.fragments]
         own = first_own(states, self.topology)
         for state in states:
-            own.update(state.own.of_first)
+            own.update(state.own.shown_of_first())
         return own
 
     def show_outer(self, mean: GroupMean | None = None) -> None:

@@ -371,7 +371,7 @@ class OwnState:
         # Those at the start of training, where the model was cut before; None where groups have begun unlike.
         self.digests = {place.name: digests.get(place.name, digest(place.values)) for place in self.places}
         self.of_first = dict[str, Tensor]()
-        self._nbytes = {place.name: _whole_bytes(place) for place in self.places}
+        self._forms = {place.name: _form(place.tensor) for place in self.places}
         self._mark = self._marked()
         self._has_changed = False
 
@@ -390,7 +390,20 @@ class OwnState:
 
     def nbytes(self) -> list[int]:
         """Returns how many bytes each tensor had when the model was cut, in all ranks of a group."""
-        return [self._nbytes[place.name] for place in self.places]
+        forms = [self._forms[place.name] for place in self.places]
+        return [shape.numel() * dtype.itemsize for shape, dtype in forms]
+
+    def new_empty(self, place: Place) -> Tensor:
+        """Returns a tensor without values, of the shape and dtype that a tensor had when the model was cut."""
+        shape, dtype = self._forms[place.name]
+        return torch.empty(shape, dtype=dtype, device=place.tensor.device)
+
+    def shown_of_first(self) -> dict[str, Tensor]:
+        """Returns `of_first`, as far as code has not bound something else here."""
+        fits = self.fitting(self.of_first)
+        for name in self.of_first.keys() - fits.keys():
+            _log.warning("%r has another shape or dtype than that of the first site: this site keeps its own.", name)
+        return fits
 
     def fitting(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns those values, by name, that have the shape and dtype of what the model holds whole."""
@@ -398,7 +411,7 @@ class OwnState:
         for place in self.places:
             held = place.tensor
             given = values.get(place.name)
-            if given is not None and not is_sharded(held) and given.shape == held.shape and given.dtype == held.dtype:
+            if given is not None and not is_sharded(held) and _form(given) == _form(held):
                 fits[place.name] = given
         return fits
 
@@ -407,7 +420,7 @@ class OwnState:
         changed = [place.name for place in self.changed()] if self.has_changed() else []
         copies = list[Tensor]()
         for place in self.places:
-            is_whole = not is_sharded(place.tensor) and _whole_bytes(place) == self._nbytes[place.name]
+            is_whole = not is_sharded(place.tensor) and _form(place.tensor) == self._forms[place.name]
             is_sent = is_whole and place.name in changed
             copies.append(place.values.clone() if is_sent else place.values.new_empty(0))
         return copies
@@ -425,8 +438,8 @@ class OwnState:
         return versions, digest(torch.cat(samples)) if samples else 0
 
 
-def _whole_bytes(place: Place) -> int:
-    return place.tensor.numel() * place.tensor.element_size()
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 class UntrainedState:
@@ -772,15 +785,15 @@ def first_own(states: Sequence[UntrainedState], topology: Topology) -> dict[str,
     if not places or topology.world.size == 1:
         return {}
     ranks: list[Any] = topology.world.all_gather_object(
-        [(digest(place.values), list(place.values.shape)) for place in places]
+        [(digest(place.values), [*place.values.shape, str(place.values.dtype)]) for place in places]
     )
     differing = list[Place]()
     for index, place in enumerate(places):
         # Ranks that hold the same part of a sharded tensor are compared with each other.
         holders = ranks[topology.group_rank :: topology.group_size] if is_sharded(place.tensor) else ranks
         held = [of_rank[index] for of_rank in holders]
-        if any(shape != held[0][1] for _, shape in held):
-            _log.warning("%r has another shape on other ranks: each keeps its own.", place.name)
+        if any(form != held[0][1] for _, form in held):
+            _log.warning("%r has another shape or dtype on other ranks: each keeps its own.", place.name)
         elif any(other != held[0] for other in held):
             differing.append(place)
     is_spoilt = any(bool(place.values.isnan().any()) for place in differing)

@@ -32,7 +32,6 @@ from lightning_sdiloco.engine.untrained import (
     NOTHING,
     Arrived,
     Kind,
-    Place,
     UntrainedState,
     agreed,
     arrived,
@@ -233,14 +232,16 @@ class SiteArithmetic:
             result = arrived(state, travelling, flat, state.outer if own is None else own.untrained)
         places = [state.own.places[index - travels] for index in indices if index >= travels]
         of_sites = [sent[index] for index in indices if index >= travels] if self._rank == 0 else [{}] * len(places)
-        kept = {place.name: self._first(place, values) for place, values in zip(places, of_sites, strict=True)}
+        kept = {
+            place.name: self._first(state.own.new_empty(place), values)
+            for place, values in zip(places, of_sites, strict=True)
+        }
         # A site whose ranks share a tensor keeps its own.
         whole = [place.name for place in places if not is_sharded(place.tensor)]
         return result._replace(own={name: kept[name] for name in whole})
 
-    def _first(self, place: Place, of_sites: Mapping[str, Tensor]) -> Tensor:
+    def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
         """Returns what the first site keeps, given the bytes of all sites at the first rank. In-group collective."""
-        like = torch.empty(place.tensor.shape, dtype=place.tensor.dtype, device=place.tensor.device)
         if self._rank == 0:
             sent = {who: from_bytes(flat.to(like.device), like=like) for who, flat in of_sites.items()}
             like, _ = new_outer(Kind.FIRST, sent, like, keeps_outer=False)

@@ -468,3 +468,27 @@ def test_real_ranks_show_end_and_resume_alike_with_state_of_every_kind(ranks: in
         assert unlike(shown, seen[0][0]) == []
         assert unlike(final, seen[0][2]) == []
     assert not torch.equal(seen[0][1]["teacher.0.weight"], seen[-1][1]["teacher.0.weight"])
+
+
+def test_what_one_group_binds_in_another_shape_or_dtype_it_keeps_to_the_end() -> None:
+    def play(rank: int, world_size: int) -> list[list[Any]]:
+        kept = []
+        for bound in (torch.full((3,), 9.0), torch.full((2,), 9.0, dtype=torch.float64), torch.full((2,), 9)):
+            model: Any = nn.Linear(5, 3)
+            model.register_buffer("queue", torch.zeros(2))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            choices: dict[str, Any] = {**CHOICES, "untrained": {"queue": "own"}, "worker_groups": 2}
+            engine = StreamingDiLoCo(model, **choices)
+            for step in range(1, 8):
+                trained(model, optimizer, rank, step)
+                model.queue = bound.clone() if rank else torch.full((2,), 1.0)
+                engine.step()
+            with engine.evaluate(own=engine.first_own()):
+                pass
+            engine.finish()
+            kept.append([model.queue.tolist(), str(model.queue.dtype)])
+        return kept
+
+    ours, theirs = run_ranks(play, 2)
+    assert ours == [[[1.0, 1.0], "torch.float32"]] * 3
+    assert theirs == [[[9.0] * 3, "torch.float32"], [[9.0] * 2, "torch.float64"], [[9, 9], "torch.int64"]]

@@ -720,6 +720,43 @@ def test_at_the_end_all_sites_hold_the_teacher_of_the_first_one(mean: str) -> No
     assert equal([from_part(taken, to_part(given, [given.outer.state_dict()])).own["0.teacher.weight"]], [launched[0]])
 
 
+@pytest.mark.parametrize(
+    ("rebinder", "bound"),
+    [
+        (2, torch.full((5, 3), 9.0)),
+        (2, torch.full((6, 2), 9.0)),
+        (0, torch.full((3, 4), 9.0)),
+        (0, torch.full((3, 4), 9.0, dtype=torch.float64)),
+        (0, torch.full((4, 3), 9, dtype=torch.int32)),
+    ],
+    ids=lambda value: str(getattr(value, "shape", value)),
+)
+def test_a_site_that_binds_what_it_keeps_in_another_shape_or_dtype_keeps_it_to_the_end(
+    rebinder: int, bound: Tensor
+) -> None:
+    def queued() -> nn.Module:
+        model = normed()
+        model[0].register_buffer("queue", torch.zeros(4, 3))
+        return model
+
+    def step(model: Any, optimizer: torch.optim.Optimizer, site: int, number: int) -> None:
+        train_step(model, optimizer, site, number)
+        model[0].queue.fill_(site + 1)
+        if site == rebinder and number > 5:
+            model[0].queue = bound.clone()
+
+    choices = {**CHOICES, "rounds": 2, "untrained": {"*.queue": "own"}}
+    sites = train_ranked((1, 2, 1), 40, queued, (4, 2, 4), lambda rank, number: None, step, **choices)
+    ranks = [rank for site in sites for rank in site]
+    assert all(rank.world.is_over for rank in ranks)
+    at_once(lambda rank: rank.engine.finish(), ranks)
+    first = float(min(site + 1 for site in range(3) if site != rebinder))
+    for rank in ranks:
+        expected = bound if rank.index == rebinder else torch.full((4, 3), first)
+        assert rank.model[0].queue.dtype == expected.dtype
+        assert torch.equal(rank.model[0].queue, expected)
+
+
 def test_a_run_of_three_rounds_becomes_one_of_five_and_every_step_counts() -> None:
     choices = {**CHOICES, "fragments": [["*"]]}
     sites = founded(2, steps=23, **choices, rounds=3)
