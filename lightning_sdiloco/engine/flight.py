@@ -154,7 +154,7 @@ class Synchronizer:
         mean = all_reduce.mean([payloads[g] for g in partners], counted, launch.gradient, topology.group_index)
         hop = all_reduce.second_hop(mean, fragment.load(fragment.residual) if is_round else None)
         # By now all know what has changed: constants do not travel.
-        changed = reduce(or_, [controls[g].changed for g in partners])
+        changed = reduce(or_, [own.changed for own in controls])
         travelling = fragment.untrained.travelling(changed) if launch.leg or count.factors else []
         posted_at, posts = time.perf_counter(), []
         if travelling and topology.group_rank == 0:

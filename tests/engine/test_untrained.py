@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_sdiloco import SimulatedGroups, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import RandomPairs, Ring, SimulatedGroups, StreamingDiLoCo, WorkerGroups
 from tests.engine.groups import copied, through_a_file, unlike
 from tests.ranks import run_ranks
 from tests.training import batch
@@ -319,6 +319,18 @@ def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[1])
     run.groups.finish()
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[0])
+
+
+@pytest.mark.parametrize("choices", [{}, {"route": RandomPairs(), "outer_lr": 0.7}, {"route": Ring(accelerated=False)}])
+def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(choices: dict[str, Any]) -> None:
+    run = Run(groups=5, outer_momentum=0.5, **choices)
+    for group, model in enumerate(run.models):
+        # Only the first group's follows its student.
+        model._move = model._move if group == 0 else lambda y: None
+    known = [{engine.own_moved for engine in run.until(step).groups.engines} for step in range(1, 15)]
+    assert known[0] == {False}
+    assert known[-1] == {True}
+    assert all(len(of_step) == 1 for of_step in known)
 
 
 def test_a_teacher_that_is_named_a_mean_is_averaged_with_its_fragment() -> None:
