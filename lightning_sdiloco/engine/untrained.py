@@ -730,6 +730,9 @@ def agreed(
         before = state.outer[index]
         tensors = {who: from_bytes(piece, like=before) for who, piece in senders.items()}
         new, spoilt = new_outer(state.kinds[index], tensors, before, keeps_outer=keeps_outer)
+        if spoilt and all_alike([before, *tensors.values()]).all():
+            # A constant that is not finite is left as it is: nobody has changed it.
+            new, spoilt = before, []
         has_changed = ~all_alike([new, before]).all()
         values.append(to_bytes(new))
         is_alike.append(to_bytes(all_alike(list(tensors.values())).all() & has_changed & _is_whole(new)))

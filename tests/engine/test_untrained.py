@@ -321,6 +321,26 @@ def test_a_frozen_teacher_is_each_groups_own_and_that_of_the_first_is_shown_and_
     assert torch.equal(values(run, "teacher.0.weight")[1], teachers[0])
 
 
+def test_a_constant_that_is_not_finite_is_not_said_to_be_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(5, 3)
+        for number in range(64):  # more than have a bit of their own
+            model.register_buffer(f"changes{number}", torch.zeros(2))
+        model.register_buffer("unset", torch.full((2,), float("nan")))
+        model.register_buffer("one", torch.tensor(float("nan")))
+        return model
+
+    for choices in ({}, {"route": RandomPairs()}):
+        run = Run(make, groups=4, **{**choices, "fragments": 1})
+        for step in range(1, 11):
+            for model in run.models:
+                model.changes63.add_(1)
+            run.until(step)
+        run.groups.finish()
+        assert all(model.unset.isnan().all() and model.one.isnan() for model in run.models)
+    assert "not finite" not in caplog.text
+
+
 @pytest.mark.parametrize("choices", [{}, {"route": RandomPairs(), "outer_lr": 0.7}, {"route": Ring(accelerated=False)}])
 def test_all_groups_know_alike_that_one_of_them_has_moved_its_teacher(choices: dict[str, Any]) -> None:
     run = Run(groups=5, outer_momentum=0.5, **choices)
