@@ -17,6 +17,8 @@ from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 Vector = npt.NDArray[np.float32]
 
 # The format of fp4; `compression/fp4.py` says why it is as it is.
+# The numbers that may be NaN, but for those that numpy does not know.
+_NUMBERS = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8", "complex128": "<c16"}
 _BLOCK, _EXPONENT = 128, 23
 _LEAST_TOP, _GREATEST_TOP = 0x0400, 0x7F7F
 _LEVELS = np.array(
@@ -109,9 +111,25 @@ def means_of(sites: Sequence[Mapping[int, bytes]], sizes: Sizes) -> dict[int, by
         if sent and dtype:
             rows = [np.frombuffer(values, dtype) for values in sent]
             means[number] = elementwise_mean(rows).astype(dtype).tobytes()
-        elif sent:
-            means[number] = sent[0]
+        elif whole := [values for values in sent if not has_nan(values, sizes.numbers[number])]:
+            # Where no site is whole, all keep what they have.
+            means[number] = whole[0]
     return means
+
+
+def has_nan(values: bytes, number: str) -> bool:
+    """Returns whether the bytes of a tensor hold a NaN, given how torch calls its dtype.
+
+    Examples:
+        >>> bfloat16 = bytes.fromhex("803f c07f")  # 1 and NaN
+        >>> has_nan(bfloat16, "bfloat16"), has_nan(bfloat16[:2], "bfloat16"), has_nan(bfloat16, "int16")
+        (True, False, False)
+    """
+    if number == "bfloat16":
+        words = np.frombuffer(values, "<u2").astype(np.uint32) << 16
+        return bool(np.isnan(words.view(np.float32)).any())
+    dtype = _NUMBERS.get(number)
+    return dtype is not None and bool(np.isnan(np.frombuffer(values, dtype)).any())
 
 
 def elementwise_mean(rows: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:

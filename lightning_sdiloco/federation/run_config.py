@@ -132,6 +132,8 @@ class RunConfig(Message):
         untrained = list[int]()
         dtypes = list[str]()
         kept = list[int]()
+        numbers = list[str]()
+        numbers_of_kept = list[str]()
         for _, described in self.fragments[fragment]:
             found = _UNTRAINED.search(described)
             if found is None:
@@ -139,10 +141,12 @@ class RunConfig(Message):
                 numel += math.prod(map(int, _SIZES.findall(shape)))
             elif found["kind"] == "own":
                 kept.append(int(found["bytes"]))
+                numbers_of_kept.append(found["dtype"])
             else:
+                numbers.append(found["dtype"])
                 untrained.append(int(found["bytes"]))
                 dtypes.append(_DTYPES[found["dtype"]] if found["kind"] == "mean" else "")
-        return Sizes(numel, tuple(untrained), tuple(dtypes), tuple(kept))
+        return Sizes(numel, tuple(untrained), tuple(dtypes), tuple(kept), (*numbers, *numbers_of_kept))
 
     def most_bytes_of(self, kind: str) -> int:
         """Returns how large a payload, or a part of a state, may be: more than any that this package makes."""

@@ -17,18 +17,21 @@ class Sizes(NamedTuple):
         untrained: Bytes of each tensor of its untrained state.
         dtypes: Of each of these, how numpy calls the dtype of a mean; empty where sites take it from the first one.
         own: Bytes of each tensor that sites keep until the last round.
+        numbers: How torch calls the dtype of each of all these tensors, where a hub reads them.
     """
 
     numel: int
     untrained: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     own: tuple[int, ...] = ()
+    numbers: tuple[str, ...] = ()
 
     def sent(self, is_exact: bool) -> "Sizes":
         """Returns the sizes of what a site sends: for a last round, which is exact, also of what sites keep."""
         if not is_exact:
             return self
-        return Sizes(self.numel, self.untrained + self.own, self.dtypes + ("",) * len(self.own))
+        dtypes = self.dtypes + ("",) * len(self.own)
+        return self._replace(untrained=self.untrained + self.own, dtypes=dtypes, own=())
 
     @property
     def least(self) -> int:

@@ -20,8 +20,19 @@ from lightning_sdiloco.federation.mean import averaged, decoded, encoded
 from lightning_sdiloco.federation.messages import Contribution, Payload, Record
 from lightning_sdiloco.federation.untrained import Sizes
 from tests.bits import same
-from tests.federation.sites import Site, VirtualHub, agree, equal, founded, restarted, train, train_ranked, whole
-from tests.federation.test_site import normed
+from tests.federation.sites import (
+    Site,
+    VirtualHub,
+    agree,
+    at_once,
+    equal,
+    founded,
+    restarted,
+    train,
+    train_ranked,
+    whole,
+)
+from tests.federation.test_site import normed, step_with_teacher, with_teacher
 
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2, "mean": "hub"}
 
@@ -114,6 +125,21 @@ def test_sites_of_several_ranks_take_the_mean_of_the_hub_and_fetch_as_much_howev
         assert all(len(record.counted) == len(ranks) for record in records)
         fetched.append(sum(payload.size for record in records for source in record.sources for payload in source))
     assert fetched[0] == fetched[1] > 0
+
+
+@pytest.mark.parametrize("mean", ["sites", "hub"])
+def test_a_teacher_that_is_not_finite_at_the_first_site_reaches_no_other(mean: str) -> None:
+    def at(rank: Site, step: int) -> None:
+        if rank.index == 0:
+            rank.model[0].teacher.weight.data[0, 0] = float("nan")
+
+    choices = {**CHOICES, "mean": mean, "rounds": 2}
+    sites = train_ranked((1, 1, 1), 40, with_teacher, (4, 4, 4), at, step_with_teacher, **choices)
+    ranks = [rank for (rank,) in sites]
+    at_once(lambda rank: rank.engine.finish(), ranks)
+    teachers = [rank.model[0].teacher.weight for rank in ranks]
+    assert bool(teachers[1].isfinite().all())
+    assert equal(teachers, [teachers[1]] * 3)
 
 
 def test_what_a_hub_cannot_read_or_do_is_refused() -> None:
