@@ -86,7 +86,7 @@ def test_a_value_that_does_not_suit_is_refused_in_one_line_with_what_is_accepted
         ("plan", "--model=no_such.Net"): "--model no_such.Net: No module named 'no_such'. It takes: LightningModule",
         ("plan", "--model=torch.nn.Lin"): "--model torch.nn.Lin: module 'torch.nn' has no attribute 'Lin'. It takes: ",
         ("plan", "--model=torch.nn"): "--model torch.nn: neither a class nor a function. It takes: LightningModule",
-        ("plan", "--model=Net", "--step-time=1s", "--bandwidth=1Gbit"): "--model Net: not the path of a class",
+        ("plan", "--model=Nowhere", "--step-time=1s", "--bandwidth=1Gbit"): "--model Nowhere: not the path of a class",
         ("demo", "--settings", "ddpp"): "settings='ddpp' is unknown. It is one of ddp, diloco, streaming_fp4.",
     }
     for args, words in cases.items():
