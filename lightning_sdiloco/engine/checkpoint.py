@@ -670,9 +670,8 @@ def _land(
             before = shards[shard][fragment]
             shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
         outer = buffers[fragment]
-        buffer_names = tuple(outer)
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
-        for position, name in enumerate(buffer_names):
+        for position, name in enumerate(outer):
             sent = [flights[group][0]["buffers"][position] for group in count.factors]
             outer[name] = _new_outer(Kind(kinds[position]), sent, outer[name], True)
     return landed

@@ -208,37 +208,43 @@ class SiteArithmetic:
     ) -> Arrived:
         """Returns what becomes of the untrained state of a fragment, given what the sites that count sent."""
         state = fragment.untrained
-        travels, device = len(state.outer), fragment.storage.device
-        sent = dict[int, dict[str, Tensor]]()
-        is_sent = torch.zeros(travels + len(state.own.places), dtype=torch.uint8, device=device)
-        if not len(is_sent):
+        travels = len(state.outer)
+        if not travels and not state.own.places:
             return NOTHING
-        if self._rank == 0:
-            for contribution, site in zip(record.counted, sites, strict=False):
-                is_exact = record.final if record.mean else contribution.exact
-                for index, values in self._untrained_of(fragment, site, is_exact).items():
-                    if index < travels or record.final:
-                        piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
-                        sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
-                        is_sent[index] = 1
+        sent = self._sent(fragment, record, sites) if self._rank == 0 else {}
+        is_sent = torch.zeros(travels + len(state.own.places), dtype=torch.uint8, device=fragment.storage.device)
+        is_sent[list(sent)] = 1
         self._site.broadcast(is_sent)
         indices = is_sent.nonzero().flatten().tolist()
+        travelling = [index for index in indices if index < travels]
         result = NOTHING
-        if travelling := [index for index in indices if index < travels]:
-            flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=device)
+        if travelling:
+            flat = torch.empty(arrived_bytes(state, travelling), dtype=torch.uint8, device=is_sent.device)
             if self._rank == 0:
                 flat.copy_(agreed(state, {index: sent[index] for index in travelling}))
             self._site.broadcast(flat)
             result = arrived(state, travelling, flat, state.outer if own is None else own.untrained)
-        places = [state.own.places[index - travels] for index in indices if index >= travels]
-        of_sites = [sent[index] for index in indices if index >= travels] if self._rank == 0 else [{}] * len(places)
-        kept = {
-            place.name: self._first(state.own.new_empty(place), values)
-            for place, values in zip(places, of_sites, strict=True)
-        }
-        # A site whose ranks share a tensor keeps its own.
-        whole = [place.name for place in places if not is_sharded(place.tensor)]
-        return result._replace(own={name: kept[name] for name in whole})
+        kept = dict[str, Tensor]()
+        for index in indices[len(travelling) :]:
+            place = state.own.places[index - travels]
+            # A site whose ranks share a tensor keeps its own.
+            if not is_sharded(place.tensor):
+                kept[place.name] = self._first(state.own.new_empty(place), sent.get(index, {}))
+        return result._replace(own=kept)
+
+    def _sent(self, fragment: FragmentState, record: Record, sites: Sequence[_Site]) -> dict[int, dict[str, Tensor]]:
+        """Returns the bytes that counted sites, or the hub, sent of untrained state, by tensor and sender."""
+        device = fragment.storage.device
+        travels = len(fragment.untrained.outer)
+        sent = dict[int, dict[str, Tensor]]()
+        for contribution, site in zip(record.counted, sites, strict=False):
+            is_exact = record.final if record.mean else contribution.exact
+            for index, values in self._untrained_of(fragment, site, is_exact).items():
+                # What sites keep is theirs until all have sent it.
+                if index < travels or record.final:
+                    piece = torch.frombuffer(bytearray(values), dtype=torch.uint8).to(device)
+                    sent.setdefault(index, {})[f"site {contribution.site!r}"] = piece
+        return sent
 
     def _first(self, like: Tensor, of_sites: Mapping[str, Tensor]) -> Tensor:
         """Returns what the first site keeps, given the bytes of all sites at the first rank. In-group collective."""

@@ -16,9 +16,10 @@ from lightning_sdiloco.federation.untrained import Sizes, packed, unpacked
 
 Vector = npt.NDArray[np.float32]
 
-# The format of fp4; `compression/fp4.py` says why it is as it is.
 # The numbers that may be NaN, but for those that numpy does not know.
 _NUMBERS = {"float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8", "complex128": "<c16"}
+
+# The format of fp4; `compression/fp4.py` says why it is as it is.
 _BLOCK, _EXPONENT = 128, 23
 _LEAST_TOP, _GREATEST_TOP = 0x0400, 0x7F7F
 _LEVELS = np.array(

@@ -109,8 +109,9 @@ class Checkpointer:
             return checkpoint
         given = inspect.signature(load).bind(path, *args, **kwargs)
         given.apply_defaults()
-        _, *choices = given.arguments.items()
-        read = reader_of(self._trainer.strategy.checkpoint_io.load_checkpoint, **dict(choices))
+        # Before 2.6 Lightning knows no such argument.
+        choices = {name: value for name, value in given.arguments.items() if name == "weights_only"}
+        read = reader_of(self._trainer.strategy.checkpoint_io.load_checkpoint, **choices)
         if self._options.restarts or header["layout"] != self._layout():
             self._load_for_restart(checkpoint, str(path), header, read)
         else:

@@ -245,7 +245,9 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        if not any(optimizer is one for one in self._inner_optimizers):
+        numbers = {id(inner): number for number, inner in enumerate(self._inner_optimizers)}
+        number = numbers.get(id(optimizer))
+        if number is None:
             # It was not set up with this strategy, so it is none of ours.
             return super().optimizer_step(optimizer, **kwargs)
         engine = self._begun()
@@ -257,13 +259,12 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
                 "An optimizer was stepped after fabric.strategy.finish(), when the worker groups had joined. Call"
                 " finish() once, after the last step; to train on, set up the model and its optimizer again."
             )
-        number = next(i for i, own in enumerate(self._inner_optimizers) if own is optimizer)
         if number in self._stepped:
             # The batch before ended without a step of the last optimizer.
             self._count_batch(engine)
         output = super().optimizer_step(optimizer, **kwargs)
         self._stepped.add(number)
-        if optimizer is self._inner_optimizers[-1]:
+        if number == len(self._inner_optimizers) - 1:
             self._count_batch(engine)
         return output
 
