@@ -3,11 +3,10 @@
     python -m benchmarks.finetuning [--stage STAGE] [--workers N] [--minutes M] [--quick] [--json FILE] [--picture FILE]
 
 A model is trained on the sources of Python's standard library first, and kept in the folder for temporary files. Then
-it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Three stages:
+it is fine-tuned on English, the texts that ``help()`` shows, for 500 steps. Two stages:
 
 - ``rates``: the inner learning rate, for DDP and for worker groups, each on its own, with one seed.
-- ``warmups``: a warm-up where all parameters are trained, over three seeds.
-- ``verdict``: three other seeds, with what the stages before have chosen, each paired with DDP on data and start.
+- ``verdict``: three other seeds, with what the stage before has chosen, each paired with DDP on data and start.
 
 With --json every run is kept at once, and runs that the file has are not made again.
 """
@@ -49,13 +48,10 @@ TUNING_SEED, TUNING_SEEDS, SEEDS = 0, (0, 4, 5), (6, 7, 8)
 BASE: dict[str, Any] = {"sync_every": 20, **TWO_GROUPS}
 
 RECOMMENDED: dict[str, dict[str, Any]] = {
-    "all parameters": {"overlap_steps": 1, "warmup_steps": 25},
+    "all parameters": {"overlap_steps": 1},
     "LoRA": {"overlap_steps": 1},
 }
 """What docs/choosing.md recommends beyond that for 500 steps."""
-
-WARMUPS = (0, 25, 50)
-"""Values of ``warmup_steps``."""
 
 RATES = {"all parameters": (2e-3, 3e-3, 4e-3), "LoRA": (1e-2, 1.5e-2, 2e-2)}
 DDP_RATES = {"all parameters": (3e-3, 4e-3, 6e-3), "LoRA": (1e-2, 2e-2, 4e-2)}
@@ -179,15 +175,6 @@ def rates() -> Iterator[FineTuning]:
         yield from (ours(method, lr=lr) for lr in RATES[method])
 
 
-def warmups() -> Iterator[FineTuning]:
-    """What a warm-up changes where all parameters are trained, over the seeds for tuning."""
-    for seed in TUNING_SEEDS:
-        yield ddp("all parameters", seed)
-        for steps in WARMUPS:
-            warm = {"warmup_steps": steps} if steps else {}
-            yield ours("all parameters", seed, overlap_steps=1, **warm)
-
-
 def verdict() -> Iterator[FineTuning]:
     """What is recommended, over seeds that the other stages did not see."""
     for seed, method in product(SEEDS, METHODS):
@@ -196,7 +183,6 @@ def verdict() -> Iterator[FineTuning]:
 
 STAGES: dict[str, Callable[[], Iterator[FineTuning]]] = {
     "rates": rates,
-    "warmups": warmups,
     "verdict": verdict,
 }
 

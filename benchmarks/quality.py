@@ -6,9 +6,8 @@
 - ``rates``: the inner learning rate, for DDP and for worker groups, on the seeds for tuning.
 - ``verdict``: three sizes, 2, 4 and 8 groups, on five other seeds, each method at its own best rate.
 - ``alone``: 2, 4 and 8 groups with an H of 20, and of 100 as nobody says it, of which the strategy chooses all else.
-- ``warmups``: 4 and 8 groups with a fifth of the steps as `warmup_steps`, on the seeds of the verdict.
 - ``screen``: one factor at a time around two groups and H=50, on the seeds for tuning.
-- ``shares``: 4 and 8 groups with other shares of the steps as `warmup_steps`, on one seed.
+- ``shares``: 4 and 8 groups with other shares of the steps as their dense beginning, on one seed.
 - ``muon``: Muon for the matrices inside both methods: its rates, and by itself on the seeds of the verdict.
 - ``unequal``: 4 groups by themselves, each with files of its own.
 - ``sparse``: 1/64 of the values, beside fp4 with all else equal.
@@ -36,7 +35,8 @@ from benchmarks.comparison import FEWEST_ROUNDS, Comparison
 from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import CUT, Training
-from lightning_sdiloco.algorithm.config import Settings, warmup_for
+from lightning_sdiloco.algorithm.config import Settings, dense_for
+from lightning_sdiloco.algorithm.schedule import DenseBeginning
 
 Pair = tuple[Training, Training]
 """A training in worker groups, and one by DDP."""
@@ -156,11 +156,12 @@ def verdict(size: str) -> Iterator[tuple[str, Pair]]:
 def alone(
     size: str, groups: int, seed: int, rates: Rates | None = None, inner: str = "adamw", sync_every: int = 20
 ) -> Pair:
-    """Makes groups of which nothing but H was said to the strategy: it cuts the model, and chooses a warm-up."""
+    """Makes groups of which nothing but H was said: the strategy cuts the model, and chooses a dense beginning."""
     rates = rates or MODELS[size].alone[groups]
-    warmup = warmup_for(groups, pair(size, groups, rates=rates)[0].steps)
-    warm = {"warmup_steps": warmup} if warmup else {}
-    return pair(size, groups, seed, rates, inner, sync_every=sync_every, fragments="strided", **warm)
+    steps = pair(size, groups, rates=rates)[0].steps
+    dense = dense_for(groups, steps, Settings(sync_every=sync_every))
+    choices = {"dense_beginning": dense} if dense else {}
+    return pair(size, groups, seed, rates, inner, sync_every=sync_every, fragments="strided", **choices)
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
@@ -173,15 +174,6 @@ def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
     for groups, sync_every, seed in product(model.alone, model.alone_every, model.seeds):
         name = f"{size}, M={groups}, H={sync_every}, by itself, other seeds"
         yield name, alone(size, groups, seed, sync_every=sync_every)
-
-
-def warmups(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields groups that take the mean of their gradients in the first fifth of the steps."""
-    for groups, sync_every in ((4, 50), (8, 20)):
-        for seed in HELD_OUT:
-            steps = round(0.2 * pair(size, groups)[0].steps)
-            name = f"{size}, M={groups}, H={sync_every}, a fifth as warmup_steps"
-            yield name, pair(size, groups, seed, sync_every=sync_every, warmup_steps=steps)
 
 
 def screen(size: str) -> Iterator[tuple[str, Pair]]:
@@ -202,12 +194,12 @@ def screen(size: str) -> Iterator[tuple[str, Pair]]:
 
 
 def shares(size: str) -> Iterator[tuple[str, Pair]]:
-    """Yields groups that take the mean of their gradients in some of the steps."""
-    for (groups, sync_every), share in product(((4, 50), (8, 20)), (0, 0.1, 0.2, 0.5)):
-        steps = round(share * pair(size, groups)[0].steps)
-        warm: dict[str, Any] = {"warmup_steps": steps} if steps else {}
-        name = f"{size}, M={groups}, H={sync_every}, {share:g} of the steps as warmup_steps"
-        yield name, pair(size, groups, TUNING[0], sync_every=sync_every, **warm)
+    """Yields groups that exchange every four inner steps in some of the steps."""
+    for (groups, sync_every), share in product(((4, 50), (8, 20)), (0, 0.05, 0.1, 0.2, 0.4)):
+        rounds = round(share * pair(size, groups)[0].steps) // 4
+        choices: dict[str, Any] = {"dense_beginning": DenseBeginning(rounds)} if rounds else {}
+        name = f"{size}, M={groups}, H={sync_every}, {share:g} of the steps as dense_beginning"
+        yield name, pair(size, groups, TUNING[0], sync_every=sync_every, **choices)
 
 
 def rates(size: str) -> Iterator[tuple[str, Pair]]:
@@ -285,9 +277,8 @@ STAGES = {
     "rates": Stage("each inner learning rate for both methods", ["0.1M", "0.2M", "0.5M"], rates),
     "verdict": Stage("worker groups with the defaults, and DDP", ["0.1M", "0.2M", "0.5M"], verdict),
     "alone": Stage("what the strategy does by itself", ["0.1M"], by_itself),
-    "warmups": Stage("worker groups that begin with the mean of their gradients", ["0.1M"], warmups),
     "screen": Stage("one factor at a time around the defaults", ["0.1M"], screen),
-    "shares": Stage("shares of the steps with the mean of gradients", ["0.1M"], shares),
+    "shares": Stage("shares of the steps as dense beginning", ["0.1M"], shares),
     "muon": Stage("Muon for the matrices inside both", ["0.1M"], muon),
     "unequal": Stage("files of its own for each group", ["0.1M"], unequal),
     "sparse": Stage("1/64 of the values, beside fp4", ["0.1M"], sparse),

@@ -81,10 +81,11 @@ class Training:
 
     @property
     def rounds(self) -> int:
-        """How often each fragment travels, after the warm-up and before the final exchange; 0 with DDP."""
+        """How often each fragment travels, after the dense beginning and before the final exchange; 0 with DDP."""
         if self.choices is None:
             return 0
-        return (self.steps - int(self.choices.get("warmup_steps", 0))) // int(self.choices["sync_every"])
+        dense = self.choices.get("dense_beginning")
+        return (self.steps - (dense.steps if dense else 0)) // int(self.choices["sync_every"])
 
     def key(self) -> Run:
         """Returns what tells this training from all others, as it is read back from a file."""
@@ -147,10 +148,6 @@ class Simulated(Protocol):
     """Joins worker groups of this process: `SimulatedGroups`, or what stands in for it."""
 
     engines: list[StreamingDiLoCo]
-
-    def average_gradients(self) -> None:
-        """Takes the mean of the gradients where the warm-up asks for it."""
-        ...
 
     def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> object:
         """Counts an inner step of every group; see `SimulatedGroups.step`."""
@@ -334,8 +331,6 @@ class Loop:
         else:
             for group, part, windows in busy:
                 group.backward(part[0], part[1], windows)
-        if streaming is not None:
-            streaming.average_gradients()
         if self._recorded is not None:
             self._recorded.step()
         else:

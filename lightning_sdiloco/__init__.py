@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lightning_sdiloco.algorithm.merge import Carry, LandingRule, Mix
     from lightning_sdiloco.algorithm.partition import Fragment
     from lightning_sdiloco.algorithm.reduce import TwoShot
-    from lightning_sdiloco.algorithm.schedule import Heard, LaunchSchedule, Schedule, Selective
+    from lightning_sdiloco.algorithm.schedule import DenseBeginning, Heard, LaunchSchedule, Schedule, Selective
     from lightning_sdiloco.algorithm.weighting import Control, Count, Weighing
     from lightning_sdiloco.compression import FP4, BFloat16, Compression, Float32
     from lightning_sdiloco.engine.drop_compute import DropCompute
@@ -49,6 +49,7 @@ __all__ = [
     "DropCompute",
     "Control",
     "Count",
+    "DenseBeginning",
     "DynamicBackup",
     "ExchangeError",
     "FastestPairs",

@@ -29,6 +29,11 @@ def is_launched(step: int, fragment: int, num_fragments: int, sync_every: int) -
     return step >= sync_every + offset and (step - offset) % sync_every == 0
 
 
+def dense_momentum(dense_every: int, mu: float) -> float:
+    """The momentum of rounds of so few inner steps, to two digits."""
+    return min(mu, round(max(0.5, 1 - 1.5 / dense_every), 2))
+
+
 def mean(tensors: Sequence[Tensor], total_weight: int = 0) -> Tensor:
     """Sum in group order, then one division."""
     total = tensors[0]
@@ -63,7 +68,7 @@ def run(
     mixing: float,  # alpha, the share of the local parameters kept on landing
     outer_lr: float | Callable[[int], float],  # or by the outer steps of the fragment before
     outer_momentum: float,  # Nesterov's; 0 is plain SGD
-    warmup_steps: int = 0,  # all step on the mean gradient of those that train; then a mean of parameters
+    dense: tuple[int, int, int] | None = None,  # the first rounds: how many, and their H and tau
     idle: Callable[[int, int], bool] = lambda group, step: False,  # whether the group does not train in the step
     micro_batches: Callable[[int, int], int] = lambda group, step: 1,  # trained in the step: by these a group weighs
     carries: bool = False,  # a landing moves the local parameters as the outer ones since the launch, not by line 12
@@ -74,7 +79,10 @@ def run(
     assert all(torch.equal(group[name], local[0][name]) for group in local for name in group), "groups start equal"
     outer = {name: p.detach().float().clone() for name, p in local[0].items()}
     momentum: dict[str, Tensor | None] = dict.fromkeys(outer)
-    in_flight: dict[int, tuple[int, dict[str, list[Tensor]]]] = {}  # fragment -> launch step, name -> delta per group
+    in_flight: dict[int, tuple[int, dict[str, list[Tensor]]]] = {}  # fragment -> landing step, name -> delta per group
+    dense_rounds, dense_every, dense_overlap = dense or (0, sync_every, overlap_steps)
+    dense_steps = dense_rounds * dense_every
+    launched = [0 for _ in fragments]
     rate = outer_lr if callable(outer_lr) else lambda number: outer_lr
     outer_steps = [0 for _ in fragments]
     trained = [[0 for _ in models] for _ in fragments]  # [fragment][group]: since the last launch
@@ -83,14 +91,17 @@ def run(
 
     def land(step: int, p: int) -> None:  # lines 10 to 12
         _, deltas = in_flight.pop(p)
+        is_dense = launched[p] <= dense_rounds
+        mu = dense_momentum(dense_every, outer_momentum) if is_dense else outer_momentum
         for name in fragments[p] if any(weights[p]) else ():
-            delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
+            delta, lr = weighted_mean(deltas[name], weights[p]), rate(0 if is_dense else outer_steps[p])  # line 8
             sent = [outer[name] - own for own in deltas[name]]
-            outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
+            outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, mu)
             for group, before in zip(local, sent, strict=True):
                 own = group[name].float()
                 group[name].copy_(own + outer[name] - before if carries else mixing * own + (1 - mixing) * outer[name])
-        outer_steps[p] += any(weights[p])
+        if any(weights[p]):  # for the rate, all dense rounds together are the first round
+            outer_steps[p] = 1 if is_dense else outer_steps[p] + 1
         result.landings.append((step, p))
 
     def take_mean(names: Sequence[str]) -> None:
@@ -109,26 +120,23 @@ def run(
             optimizers[m].zero_grad()
             loss(models[m](x), y).backward()  # line 4
         training = [m for m in range(len(models)) if not idle(m, step)]
-        for name in outer if step <= warmup_steps and training else ():
-            average = mean([local[m][name].grad for m in training])
-            for m in training:
-                local[m][name].grad = average.clone()
         for m in training:
             optimizers[m].step()  # line 5
         with torch.no_grad():
             for p in range(len(fragments)):
-                if step < warmup_steps:
-                    outer.update({name: local[0][name].float() for name in fragments[p]})
-                elif step == warmup_steps:
-                    outer.update({name: torch.zeros_like(outer[name]) for name in fragments[p]})
-                    take_mean(fragments[p])
-                    trained[p] = [0 for _ in models]
-                elif is_launched(step - warmup_steps, p, len(fragments), sync_every):  # 6, 7
-                    in_flight[p] = step, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
+                if launched[p] < dense_rounds:
+                    is_due = is_launched(step, p, len(fragments), dense_every)
+                    lands_at = step + dense_overlap
+                else:
+                    is_due = is_launched(step - dense_steps, p, len(fragments), sync_every)
+                    lands_at = step + overlap_steps
+                if is_due:  # 6, 7
+                    launched[p] += 1
+                    in_flight[p] = lands_at, {n: [outer[n] - g[n].float() for g in local] for n in fragments[p]}
                     weights[p], trained[p] = trained[p], [0 for _ in models]
                     result.launches.append((step, p))
             for p in list(in_flight):
-                if in_flight[p][0] + overlap_steps == step:  # line 9
+                if in_flight[p][0] == step:  # line 9
                     land(step, p)
         result.locals.append([{name: p.detach().clone() for name, p in group.items()} for group in local])
         result.outers.append({name: tensor.clone() for name, tensor in outer.items()})

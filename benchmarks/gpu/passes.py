@@ -63,7 +63,7 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
     payloads = [(fp4.encode(gradient), 1.0)] * GROUPS
     coded, into = fp4.wire_bytes(numel) / numel, torch.empty_like(gradient)
-    step = partial(outer_step, fragment, values=outer, gradient=gradient, counts=True, final=False)
+    step = partial(outer_step, fragment, values=outer, gradient=gradient, counts=True, final=False, is_dense=False)
     # With the momentum of an earlier step, as in every round but the first.
     before = fragment.outer._replace(state=step(before=fragment.outer).state)
 

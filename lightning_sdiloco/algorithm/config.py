@@ -19,7 +19,7 @@ from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compressio
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
 from lightning_sdiloco.algorithm.reduce import TwoShot, check_exchange, kind_and_backend
-from lightning_sdiloco.algorithm.schedule import LaunchSchedule
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import GUARD, Aggregation, Weighing
 from lightning_sdiloco.compression import Compression, resolve
 
@@ -87,42 +87,66 @@ def recommended(is_sparse: bool = False, over_senders: bool = False, least: floa
     """
     if is_sparse:
         return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
-    # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
-    return OuterStep(0.7, round(max(0.5, min(0.9, 1 - 1.5 / max(1.0, least))), 2), 0.2)
+    return OuterStep(0.7, momentum_for(least), 0.2)
 
 
-FEWEST_FOR_WARMUP = 4
-"""The number of groups from which on a warm-up pays."""
-
-
-def warmup_for(num_groups: int, steps: float) -> int:
-    """Returns how many of the inner steps of a run are its warm-up; see docs/choosing.md for what was measured.
-
-    With three groups and fewer rounds do as well from the start. A few steps do not settle an inner optimizer.
+def momentum_for(least: float) -> float:
+    """Returns the outer momentum that suits rounds of so many inner steps, or so many rounds; see `recommended`.
 
     Examples:
-        >>> warmup_for(2, 4000), warmup_for(4, 4000), warmup_for(8, 4000), warmup_for(64, 4000), warmup_for(4, 90)
-        (0, 400, 800, 800, 0)
+        >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
+        [0.5, 0.62, 0.81, 0.9]
     """
-    if num_groups < FEWEST_FOR_WARMUP or not 0 < steps < math.inf:
-        return 0
-    warmup = round(min(0.2, 0.1 * num_groups / FEWEST_FOR_WARMUP) * steps)
-    return warmup if warmup >= _FEWEST_WARMUP_STEPS else 0
+    # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
+    return round(max(0.5, min(0.9, 1 - 1.5 / max(1.0, least))), 2)
+
+
+FEWEST_FOR_DENSE = 4
+"""The number of groups from which on a dense beginning is chosen."""
+
+_MANY_FOR_DENSE = 8
+
+_FEWEST_DENSE_ROUNDS = 3
+
+
+def dense_share(num_groups: int, steps: float) -> float:
+    """Returns which share of the inner steps of a run is its dense beginning; see docs/choosing.md.
+
+    Examples:
+        >>> [dense_share(groups, 4000) for groups in (2, 4, 7, 8, 64)]
+        [0.0, 0.1, 0.1, 0.2, 0.2]
+    """
+    if num_groups < FEWEST_FOR_DENSE or not 0 < steps < math.inf:
+        return 0.0
+    return 0.1 if num_groups < _MANY_FOR_DENSE else 0.2
+
+
+def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: int = 4) -> DenseBeginning | None:
+    """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None: there is none.
+
+    Examples:
+        >>> dense_for(4, 4000, Settings()), dense_for(8, 4000, Settings(), 8).rounds
+        (DenseBeginning(rounds=100, sync_every=4, overlap_steps=None), 100)
+        >>> dense_for(2, 4000, Settings()), dense_for(4, 100, Settings()), dense_for(4, 4000, Settings(sync_every=7))
+        (None, None, None)
+    """
+    share = dense_share(num_groups, steps)
+    is_free = settings.schedule is None and settings.shares and settings.outer.make is None
+    if not share or not is_free or 2 * sync_every > settings.sync_every:
+        return None
+    rounds = round(share * steps) // sync_every
+    return DenseBeginning(rounds, sync_every) if rounds >= _FEWEST_DENSE_ROUNDS else None
 
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
-_MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout", "warmup_steps")
+_MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
-_FEWEST_WARMUP_STEPS = 10
-
-# Values by whose payloads the sizes of compressions are compared.
-_MANY = 1 << 12
-
 # What does not work with a route on which each group holds its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
+    "dense_beginning": "it needs rounds in which all groups exchange with all others",
     "schedule": "it needs to hear of all groups, but here only partners know of each other",
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
     "clip_norm": "groups send where they are, which cannot be clipped",
@@ -227,7 +251,7 @@ class Settings:
     outer_momentum: float | Literal["auto"] = AUTO
     outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None
     exchange: str | TwoShot = "auto"
-    warmup_steps: int = 0
+    dense_beginning: DenseBeginning | None = None
     schedule: LaunchSchedule | None = None
     weighing: Weighing | None = None
     route: Route | None = None
@@ -241,16 +265,16 @@ class Settings:
         self._check_ranges()
         self._check_outer_optimizer()
         self._check_policies()
+        self._check_dense_beginning()
         self._check_untrained()
         if not self.shares:
             self._check_gossip()
 
     def _check_ranges(self) -> None:
-        every, overlap, warmup = self.sync_every, self.overlap_steps, self.warmup_steps
+        every, overlap = self.sync_every, self.overlap_steps
         lr, momentum, kept, timeout = self.outer_lr, self.outer_momentum, self.mixing, self.timeout
         whole = "it must be a whole number of at least"
         _require(self, "sync_every", is_whole(every) and every >= 1, f"{whole} 1", "100 is the paper's choice", int)
-        _require(self, "warmup_steps", is_whole(warmup) and warmup >= 0, f"{whole} 0", "0 is no warm-up", int)
         says = f"it must be at least 0 and below sync_every, which is {every}"
         most = f"the paper saw next to no loss from up to {OVERLAP_STEPS[-1]}"
         _require(self, "overlap_steps", is_whole(overlap) and 0 <= overlap < every, says, most, int)
@@ -287,6 +311,26 @@ class Settings:
             raise ValueError(
                 f"weighing={self.weighing!r} was given together with {' and '.join(both)} of outer_optimizer, which"
                 f" also say how much a group counts. Leave out {' and '.join(both)}, or weighing."
+            )
+
+    def _check_dense_beginning(self) -> None:
+        dense = self.dense_beginning
+        if dense is None:
+            return
+        if not isinstance(dense, DenseBeginning):
+            raise ValueError(
+                f"dense_beginning={dense!r} is not a DenseBeginning. Give one, such as"
+                " lightning_sdiloco.DenseBeginning(rounds=50), or None for none."
+            )
+        if 2 * dense.sync_every > self.sync_every:
+            raise ValueError(
+                f"dense_beginning={dense!r} does not work with sync_every={self.sync_every}: its own sync_every must be"
+                " at most half as large. Choose a smaller one, or leave out dense_beginning."
+            )
+        if self.schedule is not None:
+            raise ValueError(
+                f"dense_beginning={dense!r} does not work with schedule={self.schedule!r}, which decides itself when"
+                " fragments launch. Leave out one of them."
             )
 
     def _check_untrained(self) -> None:
@@ -353,11 +397,14 @@ class Settings:
         return resolve(self.compression)
 
     @property
-    def gradient_codec(self) -> Compression:
-        """How gradients are sent in the warm-up: as the values of rounds are, but none left out, and in four bits."""
-        own, fp4 = self.codec.dense(), resolve("fp4")
-        is_coarse = own.wire_bytes(_MANY) < fp4.wire_bytes(_MANY)
-        return fp4 if is_coarse or own.remembers() or own.varies() else own
+    def dense_momentum(self) -> float | None:
+        """The most momentum of the built-in Nesterov SGD in dense rounds; None where it is as in all others."""
+        dense = self.dense_beginning
+        return None if dense is None or self.outer.make is not None else momentum_for(dense.sync_every)
+
+    def schedule_of(self, fragments: int) -> Schedule:
+        """Returns when so many fragments launch and land, if no other schedule was given."""
+        return Schedule(self.sync_every, self.overlap_steps, fragments, self.dense_beginning)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -427,7 +474,8 @@ class Settings:
     @staticmethod
     def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
-        different = [name for name in now if saved.get(name) != now[name]]
+        # A checkpoint that is older than a setting had none.
+        different = [name for name in now if saved.get(name, repr(None)) != now[name]]
         return [f"{name} was {saved.get(name)}, now it is {now[name]}" for name in different]
 
     def described(self) -> dict[str, str]:
@@ -461,6 +509,11 @@ _INSTEAD = {
     "exchange_backend": (
         "exchange",
         "is part of exchange: give exchange='auto:{value}', 'gather:{value}' or 'two_shot:{value}'",
+    ),
+    "warmup_steps": (
+        "dense_beginning",
+        "is no longer an argument: a dense beginning takes its place, which exchanges outer gradients more often and"
+        " waits for no link. Leave it out, or give dense_beginning=DenseBeginning(rounds=...)",
     ),
     "on_resume": ("resume", "is called resume: give resume='{value}'"),
     "resumable_checkpoints": (

@@ -1,10 +1,93 @@
 """When fragments launch and land: arithmetic on the number of the inner step, and on what all groups heard."""
 
+import ast
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class DenseBeginning:
+    """The first rounds of a run, which are short: groups that have trained little together exchange more often.
+
+    They take the place of averaging gradients: all that travels does so in the background, from the first inner step
+    on. In these rounds the built-in Nesterov SGD has less momentum, as short rounds need, and the rate of the first
+    round; for an ``lr_schedule`` all of them together are the first round.
+
+    Args:
+        rounds: How many rounds of every fragment are short, at least 1.
+        sync_every: Inner steps between two launches of the same fragment in them, at most half of the run's
+            ``sync_every``.
+        overlap_steps: Inner steps from a launch to its landing in them, less than their ``sync_every``. None: half of
+            their ``sync_every``, or the run's ``overlap_steps`` where that is less.
+
+    Raises:
+        ValueError: If an argument is out of its range. The message names the argument.
+
+    Examples:
+        >>> dense = DenseBeginning(rounds=3, sync_every=4)
+        >>> dense.steps, Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=dense).launches(6)
+        (12, (1,))
+    """
+
+    rounds: int
+    sync_every: int = 4
+    overlap_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self._require("rounds", self.rounds, 1)
+        self._require("sync_every", self.sync_every, 1)
+        if self.overlap_steps is None:
+            return
+        self._require("overlap_steps", self.overlap_steps, 0)
+        if self.overlap_steps >= self.sync_every:
+            raise ValueError(
+                f"dense_beginning.overlap_steps={self.overlap_steps} is out of range: it must be below its sync_every,"
+                f" which is {self.sync_every}. Choose a smaller one, or leave it out."
+            )
+
+    @staticmethod
+    def _require(name: str, value: Any, least: int) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(
+                f"dense_beginning.{name}={value!r} is not possible: it must be a whole number of at least {least}."
+                " Choose another one; dense_beginning=None is none."
+            )
+
+    @property
+    def steps(self) -> int:
+        """After how many inner steps the other rounds are counted."""
+        return self.rounds * self.sync_every
+
+    def overlap(self, overlap_steps: int) -> int:
+        """Returns how many inner steps a fragment flies, given the ``overlap_steps`` of the run."""
+        if self.overlap_steps is not None:
+            return self.overlap_steps
+        return min(self.sync_every // 2, overlap_steps)
+
+    def after(self, step: int) -> "DenseBeginning | None":
+        """Returns what is left of it for rounds that restart after an inner step.
+
+        Examples:
+            >>> DenseBeginning(rounds=3).after(5), DenseBeginning(rounds=3).after(9)
+            (DenseBeginning(rounds=1, sync_every=4, overlap_steps=None), None)
+        """
+        rounds = max(0, self.steps - step) // self.sync_every
+        return replace(self, rounds=rounds) if rounds else None
+
+    @staticmethod
+    def read(text: str) -> "DenseBeginning | None":
+        """Reads it from its ``repr``, or that of None.
+
+        Examples:
+            >>> DenseBeginning.read(repr(DenseBeginning(rounds=3))) == DenseBeginning(rounds=3)
+            True
+        """
+        found = re.findall(r"(\w+)=(\d+|None)", text)
+        return DenseBeginning(**{name: ast.literal_eval(value) for name, value in found}) if found else None
 
 
 @dataclass(frozen=True)
@@ -15,13 +98,14 @@ class Schedule:
     when ``t >= H + offset`` and ``(t - offset) % H == 0``, so never before it has done ``H`` steps. It lands
     ``overlap_steps`` later.
 
-    ``warmup_steps`` come first; after the last of them all fragments launch and land, and ``t`` counts from there.
+    The rounds of a `DenseBeginning` come first: with its ``sync_every`` ``h``, the ``r``-th launch of a fragment, from
+    1, follows inner step ``r * h + floor(p * h / P)``. From inner step ``rounds * h`` on, ``t`` counts anew.
 
     Args:
         sync_every: Inner steps between two launches of the same fragment (H in the paper).
         overlap_steps: Inner steps between the launch of a fragment and its landing (tau in the paper).
         fragments: Number of fragments (P in the paper).
-        warmup_steps: Inner steps of the warm-up.
+        dense: The dense beginning; None: there is none.
 
     Examples:
         >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2)
@@ -40,49 +124,134 @@ class Schedule:
     sync_every: int
     overlap_steps: int
     fragments: int
-    warmup_steps: int = 0
+    dense: DenseBeginning | None = None
 
-    def is_warmup(self, step: int) -> bool:
-        """Returns whether an inner step belongs to the warm-up."""
-        return 1 <= step <= self.warmup_steps
+    # Rounds, counted from 1, and inner steps
+
+    @property
+    def dense_rounds(self) -> int:
+        """How many rounds of every fragment the dense beginning has."""
+        return self.dense.rounds if self.dense else 0
+
+    @property
+    def dense_steps(self) -> int:
+        """After how many inner steps the rounds of ``sync_every`` inner steps are counted."""
+        return self.dense.steps if self.dense else 0
+
+    @property
+    def first_launch(self) -> int:
+        """The inner step after which the first fragment launches."""
+        return self.dense.sync_every if self.dense else self.sync_every
+
+    @property
+    def most_overlap(self) -> int:
+        """The most inner steps between a launch and its landing."""
+        return max(self.overlap_steps, self._dense_overlap)
+
+    @property
+    def _dense_overlap(self) -> int:
+        return self.dense.overlap(self.overlap_steps) if self.dense else 0
+
+    def is_dense(self, step: int) -> bool:
+        """Returns whether a launch after an inner step belongs to the dense beginning."""
+        # The first one after it follows when at least two of its rounds have passed.
+        return self.dense is not None and step < self.dense.steps + self.dense.sync_every
+
+    def is_dense_round(self, round: int) -> bool:
+        """Returns whether a round, from 1, belongs to the dense beginning."""
+        return round <= self.dense_rounds
+
+    def overlap_of(self, step: int) -> int:
+        """Returns how many inner steps a fragment flies that launches after an inner step."""
+        return self._dense_overlap if self.is_dense(step) else self.overlap_steps
+
+    def overlap_of_round(self, round: int) -> int:
+        """Returns how many inner steps a fragment flies in a round, from 1."""
+        return self._dense_overlap if self.is_dense_round(round) else self.overlap_steps
 
     def offset(self, fragment: int) -> int:
         """Returns by how many inner steps the launches of a fragment are shifted (t_p in the paper)."""
         return fragment * self.sync_every // self.fragments
 
+    def launch_of(self, fragment: int, round: int) -> int:
+        """Returns the inner step after which a fragment launches in a round, from 1; for round 0, where it counts from.
+
+        Examples:
+            >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
+            >>> [schedule.launch_of(1, round) for round in range(5)]
+            [2, 6, 10, 38, 58]
+        """
+        if self.dense is not None and self.is_dense_round(round):
+            return round * self.dense.sync_every + fragment * self.dense.sync_every // self.fragments
+        return self.dense_steps + (round - self.dense_rounds) * self.sync_every + self.offset(fragment)
+
+    # What is due
+
     def launches(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that launch after inner step ``step``, in order.
 
         Examples:
-            >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2, warmup_steps=10)
-            >>> schedule.launches(10), schedule.landings(10), schedule.launches(11), schedule.launches(110)
-            ((0, 1), (0, 1), (), (0,))
+            >>> dense = DenseBeginning(rounds=2, sync_every=4, overlap_steps=1)
+            >>> schedule = Schedule(sync_every=100, overlap_steps=5, fragments=2, dense=dense)
+            >>> schedule.launches(8), schedule.landings(9), schedule.launches(10), schedule.launches(108)
+            ((0,), (0,), (1,), (0,))
         """
-        return self._due(step, 0)
+        return self._due(step, step)
 
     def landings(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that land after inner step ``step``, in the order of their launch."""
-        return self._due(step, self.overlap_steps)
+        return self._due(step - self._dense_overlap, step - self.overlap_steps)
+
+    def _due(self, dense_launch: int, launch: int) -> tuple[int, ...]:
+        """Returns the fragments that launched after one inner step, if that was a dense one, or after another."""
+        if self.dense is not None and self.dense.sync_every <= dense_launch and self.is_dense(dense_launch):
+            return self._with_offset(dense_launch % self.dense.sync_every, self.dense.sync_every)
+        since = launch - self.dense_steps
+        if since < self.sync_every:
+            return ()
+        return self._with_offset(since % self.sync_every, self.sync_every)
+
+    def _with_offset(self, offset: int, sync_every: int) -> tuple[int, ...]:
+        """Returns the fragments with that offset in rounds of some inner steps."""
+        # From the first fragment whose offset is at least this one to the first with a larger one.
+        first, end = (-(-at * self.fragments // sync_every) for at in (offset, offset + 1))
+        return tuple(range(first, end))
+
+    # A run as a whole
 
     @property
     def first_round(self) -> int:
-        """The inner step after which all of the outer model is trained: after a warm-up, it always is.
+        """The inner step after which all of the outer model is trained.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=4).first_round
             180
         """
-        return 1 if self.warmup_steps else self.sync_every + self.offset(self.fragments - 1) + self.overlap_steps
+        return self.launch_of(self.fragments - 1, 1) + self.overlap_of_round(1)
 
     def rounds_in(self, steps: int) -> int:
-        """Returns how often every fragment has landed after the warm-up in a run of ``steps`` inner steps.
+        """Returns how often every fragment has landed after the dense beginning in a run of ``steps`` inner steps.
 
         Examples:
             >>> Schedule(sync_every=100, overlap_steps=5, fragments=8).rounds_in(300)
             2
         """
-        after = steps - self.warmup_steps - self.overlap_steps
+        after = steps - self.dense_steps - self.overlap_steps
         return max(0, (after - self.offset(self.fragments - 1)) // self.sync_every)
+
+    def launches_in(self, fragment: int, steps: int) -> tuple[int, int]:
+        """Returns how often a fragment launches in a run of ``steps`` inner steps: in its dense beginning, and after.
+
+        Examples:
+            >>> schedule = Schedule(sync_every=20, overlap_steps=5, fragments=2, dense=DenseBeginning(rounds=2))
+            >>> [schedule.launches_in(1, steps) for steps in (5, 6, 37, 38)]
+            [(0, 0), (1, 0), (2, 0), (2, 1)]
+        """
+        dense = 0
+        if self.dense is not None:
+            since = steps - fragment * self.dense.sync_every // self.fragments
+            dense = min(self.dense.rounds, max(0, since) // self.dense.sync_every)
+        return dense, max(0, steps - self.dense_steps - self.offset(fragment)) // self.sync_every
 
     def longest_wait(self, since: int = 0) -> int:
         """Returns the most inner steps until a request has travelled with the next launch and landed.
@@ -95,22 +264,26 @@ class Schedule:
             >>> schedule.longest_wait(), schedule.longest_wait(since=80), schedule.longest_wait(since=100)
             (105, 30, 30)
         """
-        since = max(0, since - self.warmup_steps)
-        rounds = range(max(1, since // self.sync_every), max(1, since // self.sync_every) + 3)
-        launches = {self.sync_every * r + self.offset(p) for r in rounds for p in range(self.fragments)}
-        return max(b - a for a, b in pairwise([since, *sorted(t for t in launches if t > since)])) + self.overlap_steps
+        # The rounds that have launched by then, and three more, of which the last two are alike.
+        dense, others = self.launches_in(0, since)
+        last = max(self.dense_rounds, dense + others) + 3
+        rounds = range(max(1, dense + others), last + 1)
+        launches = {self.launch_of(fragment, number) for number in rounds for fragment in range(self.fragments)}
+        # The last round may be incomplete among these.
+        later = sorted(at for at in launches if since < at <= self.launch_of(0, last))
+        return max(after - before + self.overlap_of(after) for before, after in pairwise([since, *later]))
 
     def table(self, first: int = 1, last: int | None = None) -> str:
         """Returns the schedule as text, one line for each inner step after which something launches or lands.
 
         Args:
             first: First inner step of the table.
-            last: Last inner step of the table; by default the end of the second round.
+            last: Last inner step of the table; by default the end of the second round after the dense beginning.
 
         Returns:
             The table, with the columns step, launches, lands.
         """
-        last = self.warmup_steps + 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
+        last = self.dense_steps + 3 * self.sync_every - 1 + self.overlap_steps if last is None else last
         lines = [f"{'step':>4}  {'launches':<8}  lands"]
         for step in range(first, last + 1):
             launches, landings = (", ".join(map(str, due)) for due in (self.launches(step), self.landings(step)))
@@ -120,18 +293,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.table()
-
-    def _due(self, step: int, later: int) -> tuple[int, ...]:
-        """Returns the fragments that launched that many inner steps before."""
-        if 0 < step == self.warmup_steps:
-            return tuple(range(self.fragments))
-        since = step - self.warmup_steps - later
-        if since < self.sync_every:
-            return ()
-        # From the first fragment whose offset is at least this one to the first with a larger one.
-        offset = since % self.sync_every
-        first, end = (-(-at * self.fragments // self.sync_every) for at in (offset, offset + 1))
-        return tuple(range(first, end))
 
 
 class Heard(NamedTuple):
@@ -193,7 +354,7 @@ class LaunchSchedule(ABC):
 
         Args:
             state: The state.
-            step: The inner step, counted from 1 since the rounds began, a warm-up left out.
+            step: The inner step, counted from 1 since the rounds began.
         """
 
     @abstractmethod

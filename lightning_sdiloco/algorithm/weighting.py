@@ -127,10 +127,6 @@ def plain(controls: Sequence[Control]) -> Count:
     return Count({group: 1.0 for group, control in enumerate(controls) if control.finite})
 
 
-def trained(controls: Sequence[Control]) -> Count:
-    return Count({group: 1.0 for group, control in enumerate(controls) if control.weight})
-
-
 def may_count(controls: Sequence[Control]) -> list[int]:
     return [group for group, control in enumerate(controls) if control.finite and control.weight > 0]
 

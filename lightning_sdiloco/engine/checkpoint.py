@@ -522,7 +522,7 @@ def require_own_state(state: Mapping[str, Any], topology: Topology) -> None:
         )
 
     own, saved = place_of(topology), state.get("rank")
-    if saved is None or not state.keys() >= {"settings", "warmup_steps", "schedule"}:
+    if saved is None or not state.keys() >= {"settings", "schedule"}:
         raise ValueError(
             "This state comes from an engine of an earlier version, which this one cannot read. Load it with the"
             " version that made it, or restart from the outer parameters."
@@ -667,8 +667,8 @@ def _land(
                 [one.get("tuning") for one in saved],
                 [group[shard].get("choice", 0) for group in flights],
             )
-            before = shards[shard][fragment]
-            shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient)
+            before, is_dense = shards[shard][fragment], flights[0][0].get("is_dense", False)
+            shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient, is_dense=is_dense)
         outer = buffers[fragment]
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]
         for position, name in enumerate(outer):

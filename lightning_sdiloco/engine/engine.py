@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import wraps
 from os import PathLike
@@ -20,7 +20,7 @@ from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
-from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import REMEMBERED, Absences, Exclusions, Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.comm.watch import WorldWatch
@@ -126,8 +126,7 @@ class StreamingDiLoCo:
             replaces the SGD; or an `OuterOptimizer`, with schedule, clipping, guard and offload.
         exchange: How outer gradients become their mean in every group: ``"gather"``, ``"two_shot"``, ``"auto"``, each
             optionally with the suffix ``":nccl"``, or a `TwoShot`.
-        warmup_steps: For the first ``warmup_steps`` steps, groups average their gradients, as data parallelism does:
-            call `average_gradients` after every ``backward()``.
+        dense_beginning: A `DenseBeginning`: in the first rounds groups exchange more often. None: none.
         schedule: When fragments launch, such as `Selective`; None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean, as a `Weighing`; None: by the inner steps it trained.
         route: Whom each group exchanges with in a round, such as `RandomPairs`; None: all. With it groups hold their
@@ -178,7 +177,7 @@ class StreamingDiLoCo:
         federation: Federated | None = None,
         outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
         exchange: str | TwoShot = "auto",
-        warmup_steps: int = 0,
+        dense_beginning: DenseBeginning | None = None,
         schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
@@ -212,7 +211,7 @@ class StreamingDiLoCo:
             self.loop = federation.join(self.rounds, self.topology)
         self.step_span: Span = (0.0, 0.0)
         self.last_landing: Landing | None = None
-        self.final_landings, self._early = list[Landing](), list[Landing]()
+        self.final_landings = list[Landing]()
         self._absences, self._counts = Absences(self.topology.num_groups), Counts()
         self._exclusions = Exclusions()
         self._unfinished: dict[str, Any] = {}
@@ -238,33 +237,6 @@ class StreamingDiLoCo:
     def join(self) -> None:
         """Waits until a site has the others' state; without it, its first inner steps may be wasted."""
         self.loop.join(self.inner_steps)
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether the next inner step belongs to the warm-up, in which `average_gradients` does something."""
-        return not self._is_closed and self.rounds.is_warmup(self.inner_steps + 1)
-
-    def average_gradients(self) -> None:
-        """Averages the gradients over the groups during the warm-up; later it does nothing.
-
-        Call it in every process after ``backward()``, before gradients are clipped and the optimizer steps. A missing
-        gradient counts as zero if another group has one.
-
-        Raises:
-            ExchangeError: If a worker group went away, or did not answer within ``timeout``.
-            AgreementError: If the groups are not in the same inner step.
-        """
-        self.launch_gradients()
-        self.land_gradients()
-
-    def launch_gradients(self, *, idle: bool = False) -> None:
-        """Does the first half of `average_gradients`, for a group that may be idle in this inner step."""
-        self._require_open("average_gradients()")
-        self._counts.launches += self.rounds.launch_gradients(self.inner_steps + 1, not idle)
-
-    def land_gradients(self) -> None:
-        """Does the second half of `average_gradients`. The next `step` returns what landed."""
-        self._early += self._counted(self.rounds.land_gradients(self.inner_steps + 1))
 
     def step(self, *, trained: int = 1, idle: bool = False, samples: int | None = None) -> list[Landing]:
         """Counts an inner step, launches what is due, and lands and returns what is due.
@@ -294,9 +266,6 @@ class StreamingDiLoCo:
                 f"trained={trained!r} is not a number of micro-batches: it must be a whole number, 0 if the group was"
                 " idle. Give 1 for an inner step without micro-batches, or leave it out."
             )
-        for _ in range(self.rounds.missing_gradients(self.inner_steps + 1, not trained)):
-            self.launch_gradients(idle=True)
-            self.land_gradients()
         self._counts.inner_steps += 1
         ended, began = self.step_span[1], time.perf_counter()
         self.step_span = began, began
@@ -307,7 +276,7 @@ class StreamingDiLoCo:
 
     def land_due(self) -> list[Landing]:
         """Does the second half of `step`: lands what is due, and prefetches what the next inner step launches."""
-        landed, self._early = [*self._early, *self._counted(self.loop.land_due(self.inner_steps))], []
+        landed = self._counted(self.loop.land_due(self.inner_steps))
         self.step_span = self.step_span[0], time.perf_counter()
         self.watch.begin(self.topology)
         return landed
@@ -444,7 +413,7 @@ class StreamingDiLoCo:
 
     @property
     def round(self) -> int:
-        """How many outer steps the first fragment has made."""
+        """How many outer steps the first fragment has made; those of a dense beginning count as one."""
         return self.rounds.fragments[0].outer.rounds
 
     @property
@@ -471,12 +440,10 @@ class StreamingDiLoCo:
     def has_landed(self) -> bool:
         """Whether every fragment has landed once: until then the outer model holds untrained values.
 
-        Until then evaluate and save `group_mean`. During and after a warm-up the outer model is always trained.
+        Until then evaluate and save `group_mean`.
         """
-        schedule, landed = self.schedule, all(own.outer.rounds for own in self.rounds.fragments)
-        if self.site is not None:
-            return landed
-        return self.steps_in_rounds >= schedule.first_round and (landed or schedule.warmup_steps > 0)
+        landed = all(own.outer.rounds for own in self.rounds.fragments)
+        return landed and (self.site is not None or self.steps_in_rounds >= self.schedule.first_round)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -627,7 +594,6 @@ class StreamingDiLoCo:
             **self._absences.state_dict(),
             "rank": place_of(self.topology),
             "settings": self.settings.fixed_by_a_checkpoint(),
-            "warmup_steps": self.settings.warmup_steps,
             "extra_state": extra_state(self.model),
             **self.rounds.copies.state_dict(),
             **self.loop.state_dict(),
@@ -642,8 +608,8 @@ class StreamingDiLoCo:
         another outer optimizer is refused.
         """
         require_own_state(state, self.topology)
-        warmup_steps = _warmup_steps_of(state, self.given.warmup_steps, says=self.topology.rank == 0)
-        settings = replace(self.given.taken_from(state["settings"]), warmup_steps=warmup_steps)
+        _require_no_warmup(state)
+        settings = self.given.taken_from(state["settings"])
         if settings != self.settings:
             self._require_no_site()
             self.settings = settings
@@ -797,24 +763,12 @@ def _last(means: Iterator[GroupMean | None]) -> GroupMean:
     return mean
 
 
-def _warmup_steps_of(state: Mapping[str, Any], given: int, *, says: bool) -> int:
-    steps, was = state["counts"]["inner_steps"], int(state["warmup_steps"])
-    if steps == 0 or given == was:
-        return given
-    if steps < was:
-        return max(given, steps + 1)
-    if was == 0:
+def _require_no_warmup(state: Mapping[str, Any]) -> None:
+    """Refuses the state of an earlier version that was saved while groups averaged their gradients."""
+    steps, warmup_steps = state["counts"]["inner_steps"], state.get("warmup_steps", 0)
+    if steps < warmup_steps:
         raise ValueError(
-            f"warmup_steps={given} was given, but this run began without a warm-up: until inner step {steps} its groups"
-            " have trained alone, so they have no common model to warm up. Leave warmup_steps out to continue this run,"
-            " or start a new one."
+            f"This state was saved after {steps} inner steps, inside a warm-up of {warmup_steps}, which this version no"
+            " longer has. Train to its end with the version that saved it, or restart from the outer parameters (in"
+            " Lightning with resume='restart')."
         )
-    if says:
-        _log.warning(
-            "warmup_steps=%d is ignored: the warm-up of this run ended after inner step %d, and its rounds are counted"
-            " from there. Give warmup_steps=%d to say so.",
-            given,
-            was,
-            was,
-        )
-    return was

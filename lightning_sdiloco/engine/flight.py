@@ -30,7 +30,7 @@ from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.gossip import Brought, Taken, bring, take
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
-from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, combined, plain, trained
+from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES, Control, Count, combined, plain
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.exchange import Exchange, Unanswered, VaryingExchange
 from lightning_sdiloco.comm.topology import STAGES, Topology
@@ -78,9 +78,7 @@ class Synchronizer:
         # In a leg each group sends its partners whole fragments.
         in_rounds = settings.exchange if settings.shares else "gather"
         self._rounded = all_reduce_for(in_rounds, groups, codec, self._merge.kept)
-        exact, gradients = resolve("fp32"), settings.gradient_codec
-        self._exact = all_reduce_for(settings.exchange, groups, exact, self._merge.kept)
-        self._gradients = all_reduce_for(settings.exchange, groups, gradients, self._merge.kept)
+        self._exact = all_reduce_for(settings.exchange, groups, resolve("fp32"), self._merge.kept)
         self._weighing, self._momentum = settings.aggregation, settings.routing.momentum(groups)
         self._exchange: Exchange[Any] = topology.exchange
         if codec.varies():
@@ -88,12 +86,10 @@ class Synchronizer:
         # It always goes ahead where messages wait until all are known to have launched, or their lengths go ahead.
         self._short = _SHORT if topology.exchange.learns_sizes and not codec.varies() else 0
         self._flights = itertools.count()
-        # Whether the log has said that gradients of the warm-up were not finite.
-        self._has_said_spoilt = False
         # If no group waits for a second hop, and no link is measured by when messages are waited for, the outer step
         # is made where the mean was taken: a thread that hands over to another one takes as long as both. So is it
         # where both hops have one exchange, which one thread may use.
-        relays = any(one.hops > 1 for one in (self._rounded, self._exact, self._gradients))
+        relays = any(one.hops > 1 for one in (self._rounded, self._exact))
         relays = relays or any(fragment.untrained.outer for fragment in fragments)
         self._hands_over = codec.varies() or (relays and topology.second_hop is not topology.exchange)
         # For errors, where a process has more than one.
@@ -143,10 +139,6 @@ class Synchronizer:
             on_link_s = on_link(posted_at, began, arrived[0], arrived[1], encoding)
         controls = [Control.unpacked(one.cpu().numpy().data) for one in along]
         self._check(controls, launch)
-        # Gradients that are not finite make the inner optimizers of all groups skip the step, if there is a GradScaler.
-        is_spoilt = launch.purpose is Purpose.GRADIENT and not all(own.finite for own in controls)
-        self._say_if_spoilt(controls, launch, is_spoilt)
-        controls = [own._replace(finite=True) for own in controls] if is_spoilt else controls
         count, began = self._count(controls, launch), time.perf_counter()
         # If groups exchange only with some, the mean is over these.
         partners = launch.leg or range(topology.num_groups)
@@ -191,12 +183,13 @@ class Synchronizer:
             # Received messages are freed before the outer step makes new tensors.
             del received_messages, hop
             posts.clear()
-        if is_spoilt:
-            mean.fill_(math.nan)
         # The outer step takes the mean.
         norm = whole_norm(fragment.norm(launch.purpose, mean), in_group)
         began = time.perf_counter()
-        outer = outer_step(fragment, fragment.outer, launch.outer, mean, counts=bool(count.factors), final=not is_round)
+        counts, is_dense = bool(count.factors), launch.is_dense
+        outer = outer_step(
+            fragment, fragment.outer, launch.outer, mean, counts=counts, final=not is_round, is_dense=is_dense
+        )
         rule: LandingRule = Mix(0.0)
         if is_round and controls[topology.group_index].finite and topology.group_index not in count.outlying:
             # Where no group has trained, nothing moves.
@@ -223,7 +216,7 @@ class Synchronizer:
     def _all_reduce(self, launch: Launch) -> AllReduce:
         if launch.purpose is Purpose.ROUND:
             return self._rounded.at(launch.step, launch.choice)
-        return self._gradients.at(launch.step) if launch.purpose is Purpose.GRADIENT else self._exact
+        return self._exact
 
     def _control(self, launch: Launch, fragment: FragmentState) -> Tensor:
         """Returns the control vector of this group, as bytes. In-group collective."""
@@ -247,8 +240,6 @@ class Synchronizer:
         return torch.frombuffer(Control.merged(ranks).packed(), dtype=torch.uint8)
 
     def _changed(self, launch: Launch, fragment: FragmentState) -> int:
-        if launch.purpose is Purpose.GRADIENT:
-            return 0
         # Groups with unlike outer values cannot say what has changed.
         is_unlike = launch.purpose is Purpose.START or not fragment.shares
         return fragment.untrained.changed(launch.buffers, everything=is_unlike)
@@ -259,18 +250,7 @@ class Synchronizer:
             return Count({group: 1.0 for group in launch.leg if controls[group].finite})
         if launch.purpose is Purpose.ROUND:
             return self._weighing.count(controls, self._fragments[launch.fragment].weighing)
-        return trained(controls) if launch.purpose is Purpose.GRADIENT else plain(controls)
-
-    def _say_if_spoilt(self, controls: Sequence[Control], launch: Launch, is_spoilt: bool) -> None:
-        if is_spoilt and not self._has_said_spoilt and self._topology.rank == 0:
-            self._has_said_spoilt = True
-            _log.warning(
-                "Gradients of worker group %s were not finite in inner step %d, in which groups average them, so they"
-                " are NaN in all groups. A GradScaler skips that step; without one, no group's parameters are finite"
-                " from here on. Start again from an earlier checkpoint, with gradient clipping or a lower rate.",
-                ", ".join(str(group) for group, control in enumerate(controls) if not control.finite),
-                launch.step,
-            )
+        return plain(controls)
 
     def _post_untrained(self, travelling: Sequence[int], launch: Launch) -> Any:
         """Starts to send the untrained state that travels."""
@@ -378,10 +358,7 @@ class Synchronizer:
             differs = "did not begin from" if launch.leg else "do not hold"
             has_buffers = bool(self._fragments[launch.fragment].untrained.names) and not launch.leg
             alike = "outer parameters and buffers" if has_buffers else "outer parameters"
-            alike = "outer optimizer state" if launch.purpose is Purpose.START else alike
             what = f"{differs} the same {alike}"
-            if launch.purpose is Purpose.GRADIENT:
-                what = "do not average gradients of the same engine"
         if len(set(values.values())) > 1:
             told = ", ".join(f"group {group}: {value}" for group, value in values.items())
             raise AgreementError(
@@ -390,7 +367,7 @@ class Synchronizer:
                 " one checkpoint."
             )
         # In a leg without finite values, each group goes back to its own outer parameters.
-        if launch.purpose is not Purpose.GRADIENT and not any(control.finite for control in controls):
+        if not any(control.finite for control in controls):
             raise AgreementError(
                 f"The outer gradient of fragment {launch.fragment}, launched after inner step {launch.step}, is not"
                 f" finite in any worker group ({', '.join(f'group {g}' for g in range(len(controls)))}). Training has"
@@ -414,11 +391,18 @@ def _messages(head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[
 
 
 def outer_step(
-    fragment: FragmentState, before: OuterState, values: Tensor, gradient: Tensor, *, counts: bool, final: bool
+    fragment: FragmentState,
+    before: OuterState,
+    values: Tensor,
+    gradient: Tensor,
+    *,
+    counts: bool,
+    final: bool,
+    is_dense: bool,
 ) -> OuterState:
     """Returns the outer state after a landing; its values are on the device of the gradient, which it takes."""
     if not final and counts:
-        return fragment.optimizer.step(fragment.index, before, values, gradient)
+        return fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
     return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
 
 

@@ -81,9 +81,7 @@ class Purpose(Enum):
     MEAN = auto()
     """The plain mean of the local values, at the end, for an evaluation or for a checkpoint."""
     START = auto()
-    """The same, where groups may hold unlike outer values: after a warm-up, and on a route that does not share."""
-    GRADIENT = auto()
-    """The mean of the gradients of an inner step."""
+    """The same, where groups hold unlike outer values: on a route that does not share."""
 
 
 class Launch(NamedTuple):
@@ -101,6 +99,8 @@ class Launch(NamedTuple):
     step_time: float = 0.0
     choice: int = 0
     leg: tuple[int, ...] = ()
+    # Whether its round belongs to the dense beginning.
+    is_dense: bool = False
     # The buffers that a site sends, by index; worker groups learn from each other which to send.
     travelling: tuple[int, ...] = ()
 
@@ -115,6 +115,7 @@ class Launch(NamedTuple):
             "weight": self.weight,
             **({"choice": self.choice} if self.choice else {}),
             **({"leg": self.leg} if self.leg else {}),
+            **({"is_dense": True} if self.is_dense else {}),
             **({"travelling": self.travelling} if self.travelling else {}),
         }
 
@@ -295,16 +296,9 @@ class FragmentState:
             purpose=purpose,
         )
 
-    def gradient_launch(self, step: int, deadline: float, trains: bool, requests: int) -> Launch:
-        """Reads what a flight carries for the mean of the gradients, and changes nothing."""
-        zeros = self._zero().new_zeros(self.layout.length)
-        gradient = self.layout.negated_gradients(zeros) if trains else zeros
-        weight, purpose = int(trains), Purpose.GRADIENT
-        return Launch(self.index, step, self._zero(), gradient, [], requests, weight, deadline, purpose)
-
     def digest(self, launch: Launch) -> int:
         """Returns the digest of what all groups hold alike at a launch, as far as this rank has it."""
-        alike, rounds = list[Tensor](), 0
+        alike = list[Tensor]()
         if launch.leg and self.anchor is not None:
             # Partners hold their own outer parameters, and take them apart by what they share.
             alike = [self.storage.load(self.anchor)]
@@ -312,12 +306,7 @@ class FragmentState:
             untrained = self.untrained.digested()
             outer = self.storage.load(self.outer.values) if launch.purpose is Purpose.MEAN else launch.outer
             alike = [outer] if untrained is None else [outer, untrained]
-        elif launch.purpose is Purpose.START and self.shares:
-            # In a warm-up outer values are local ones: unlike hardware may round them in unlike ways, or a group is
-            # idle. Their mean is the same in all groups, and what the outer optimizer makes of it only if its state is.
-            alike = [one for one in self.outer.state.values() if isinstance(one, Tensor)]
-            rounds = self.outer.rounds
-        return combined([rounds, *(digest(values, start=self.layout.start) for values in alike)])
+        return combined([0, *(digest(values, start=self.layout.start) for values in alike)])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the outer parameters."""
@@ -335,12 +324,6 @@ class FragmentState:
 
     def _zero(self) -> Tensor:
         return self.layout.held[0].new_zeros((), dtype=torch.float32)
-
-    def take_local(self) -> None:
-        self._prefetched = None
-        self.outer = self.outer._replace(values=self.storage.store(self.layout.read()))
-        self.untrained.take_local()
-        self._begin_from_outer()
 
     def take_as_outer(self, names: Collection[str]) -> None:
         """Makes the local values of some parameters, which all groups hold alike, the outer ones, without momentum."""

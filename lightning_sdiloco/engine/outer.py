@@ -123,6 +123,8 @@ def storage_for(device: torch.device, offload: bool | str) -> OuterStorage:
 
 
 class OuterState(NamedTuple):
+    """The outer parameters of a shard, the state of their optimizer, and the next round of its schedule, from 0."""
+
     values: Tensor
     state: dict[str, Any]
     rounds: int
@@ -160,10 +162,13 @@ class ShardOptimizer:
         make_schedule: MakeSchedule | None = None,
         storage: OuterStorage | None = None,
         is_nesterov: bool = False,
+        dense_momentum: float | None = None,
     ) -> None:
         _check_elementwise(make, len(shards))
         self._storage = storage or OuterStorage(shards[0].device)
         self._is_nesterov = is_nesterov
+        # The most momentum in rounds of the dense beginning; None: as in all others.
+        self._dense_momentum = dense_momentum
         parameters = [Parameter(shard) for shard in shards]
         self._optimizer = make(parameters)
         self._group_of = _groups_of(self._optimizer, parameters)
@@ -190,15 +195,23 @@ class ShardOptimizer:
         initial, self._initial = self._initial, []
         return initial
 
-    def step(self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor) -> OuterState:
-        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient."""
-        group = self._rates.of(before.rounds)[self._group_of[fragment]]
+    def step(
+        self, fragment: int, before: OuterState, values: Tensor, gradient: Tensor, *, is_dense: bool = False
+    ) -> OuterState:
+        """Returns what an outer step makes of a fragment, on the device. Of what is given it takes the gradient.
+
+        All rounds of the dense beginning together are the first round of the schedule.
+        """
+        group = self._rates.of(0 if is_dense else before.rounds)[self._group_of[fragment]]
+        if is_dense and self._dense_momentum is not None:
+            group = {**group, "momentum": min(group["momentum"], self._dense_momentum)}
         momentum, is_nesterov = before.state.get(MOMENTUM), self._is_nesterov and _NESTEROV.items() <= group.items()
         if is_nesterov and momentum is not None and group["momentum"] and values.device.type == "cpu":
             state = {MOMENTUM: nesterov_step(values, gradient, momentum, group["lr"], group["momentum"])}
         else:
             state = self._step_in_stretches(group, values, gradient, before.state)
-        return OuterState(gradient, state, before.rounds + 1, float(group.get("lr", nan)))
+        rounds = max(1, before.rounds) if is_dense else before.rounds + 1
+        return OuterState(gradient, state, rounds, float(group.get("lr", nan)))
 
     def _step_in_stretches(
         self, group: dict[str, Any], values: Tensor, gradient: Tensor, before: Mapping[str, Any]
@@ -275,7 +288,9 @@ def outer_optimizer_for(
         return ShardOptimizer(shards, outer.make, outer.lr_schedule, storage)
     momentum = settings.numbers["outer_momentum"]
     nesterov = partial(SGD, lr=settings.numbers["outer_lr"], momentum=momentum, nesterov=momentum > 0)
-    return ShardOptimizer(shards, nesterov, outer.lr_schedule, storage, is_nesterov=True)
+    return ShardOptimizer(
+        shards, nesterov, outer.lr_schedule, storage, is_nesterov=True, dense_momentum=settings.dense_momentum
+    )
 
 
 @torch.no_grad()

@@ -13,13 +13,11 @@ record: a longer run would continue from the records. The gradients go first. Lo
 place, fragment by fragment, when the end first writes to them. Of the mean, as many fragments fly at once as in a
 round, and what is in the model is kept nowhere else.
 
-[Note: warm-up] Groups that train alone from the start lose much of what they do, the more of them there are: each
-takes large steps on the gradients of a small batch. With ``warmup_steps`` they take the mean of their gradients in
-each of the first inner steps, as data parallelism does. All decode the same and make the same step, so the local model
-is the outer one. After the last of these steps the groups take the mean of their local parameters in float32, which
-changes nothing but what unlike hardware rounded in unlike ways, and the mean of their buffers. Rounds begin as they
-would have after inner step 0. Training waits for gradients, which go through the background like all flights, and take
-requests along.
+[Note: the dense beginning] Groups that train alone from the start lose much of what they do, the more of them there
+are: each takes large steps on the gradients of a small batch. In the first rounds they exchange every few inner steps,
+in the background as always. Whether a launch is one of these follows from its inner step alone, and in a federation
+from the round of the record. Rounds that restart have what is left of it. The outer state counts all these rounds
+together as one, the first of an ``lr_schedule``, so a record needs nothing more to resume, or to be passed on.
 """
 
 import math
@@ -141,8 +139,6 @@ class Rounds:
         self._codec, self._shares = settings.codec, settings.shares
         self.cut_model = CutModel(self.model)
         self._watch_copies()
-        # The last inner step in which gradients were launched, and how often.
-        self._gradients_at = self._gradients = 0
         self._synchronizer = Synchronizer(self.fragments, self._topology, settings, self._diagnoses)
 
     def use_optimizers(self, inner_optimizers: Sequence[Optimizer]) -> None:
@@ -200,11 +196,10 @@ class Rounds:
         self.began_at = step
         # What the rounds before have in flight arrives, and lands nowhere.
         self.flights: list[Flight] = []
-        # The warm-up belongs to the run: rounds that restart have what is left of it.
-        left = max(0, self.settings.warmup_steps - step)
-        settings = self.settings
-        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.partition), left)
-        self._heard = self._launches.start(replace(self.schedule, warmup_steps=0))
+        dense = self.settings.dense_beginning
+        left = None if dense is None else dense.after(step)
+        self.schedule = replace(self.settings.schedule_of(len(self.partition)), dense=left)
+        self._heard = self._launches.start(replace(self.schedule, dense=None))
 
     def drop_flights(self) -> int:
         """Waits for what is in flight and lands none of it. Returns how many flights there were."""
@@ -259,39 +254,33 @@ class Rounds:
         due = self.due(step)
         if due:
             self.require_coverage()
-        is_start, topology = self.is_warmup(step), self._topology
+        topology, is_dense = self._topology, self.schedule.is_dense(step - self.began_at)
         for index in due:
             began = time.perf_counter()
             with _recorded("sdiloco::launch"):
-                fragment, purpose = self.fragments[index], Purpose.START if is_start else Purpose.ROUND
-                launch = fragment.launch(step, self._deadline(), purpose, self.take_requests())
+                launch = self.fragments[index].launch(step, self._deadline(), Purpose.ROUND, self.take_requests())
                 # With whom this group exchanges in the round of a launch, itself among them.
                 number = self._counted_in_rounds(step) // self.settings.sync_every - 1
-                legs = () if is_start or self._shares else self.settings.routing.legs(number, topology.num_groups)
+                legs = () if self._shares else self.settings.routing.legs(number, topology.num_groups)
                 leg = next((tuple(leg) for leg in legs if topology.group_index in leg), ())
-                launch = launch._replace(step_time=self.step_clock.seconds, leg=leg)
+                launch = launch._replace(step_time=self.step_clock.seconds, leg=leg, is_dense=is_dense)
                 self.start(self.chosen(launch), began)
         return len(due)
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
-        later = {Purpose.ROUND: self.schedule.overlap_steps}
-        landings = sum([one.launch.step + later.get(one.launch.purpose, 0) <= step for one in self.flights])
+        landings = sum([flight.launch.step + self._overlap(flight.launch) <= step for flight in self.flights])
         for _ in range(landings):
             yield self._landed(self.flights.pop(0), step)
-        if self.is_warmup(step) and not landings:
-            # All groups hold the same local values, which are the outer ones.
-            self.reshard()
-            for fragment in self.fragments:
-                fragment.take_local()
-        if self.storage.prefetches and not self.is_warmup(step + 1):
+        if self.storage.prefetches:
             for index in self.due(step + 1):
                 self.fragments[index].prefetch()
 
     def due(self, step: int) -> tuple[int, ...]:
         """Returns the fragments that launch after an inner step, in order."""
-        if self.is_warmup(step):
-            return self.schedule.launches(step - self.began_at)
+        since = step - self.began_at
+        if self.schedule.is_dense(since):
+            return self.schedule.launches(since)
         return self._launches.due(self._heard, self._counted_in_rounds(step))
 
     def longest_wait(self, step: int) -> int:
@@ -299,7 +288,14 @@ class Rounds:
         return self._launches.longest_wait(self.schedule, step - self.began_at)
 
     def _counted_in_rounds(self, step: int) -> int:
-        return step - self.began_at - self.schedule.warmup_steps
+        """Returns the inner steps since the first of them that is not counted in the dense beginning."""
+        return step - self.began_at - self.schedule.dense_steps
+
+    def _overlap(self, launch: Launch) -> int:
+        """Returns how many inner steps a flight takes; at the end of training, none for what is no round."""
+        if launch.purpose is not Purpose.ROUND:
+            return 0
+        return self.schedule.overlap_of(launch.step - self.began_at)
 
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""
@@ -309,7 +305,9 @@ class Rounds:
 
     def chosen(self, launch: Launch) -> Launch:
         """Chooses in which code a launch is sent, by what this rank alone knows."""
-        overlap_s = self.schedule.overlap_steps * (launch.step_time or math.nan)
+        schedule = self.schedule
+        overlap_steps = schedule.overlap_of_round(1) if launch.is_dense else schedule.overlap_steps
+        overlap_s = overlap_steps * (launch.step_time or math.nan)
         choice = self._codec.choice(len(launch.gradient), self.link.bytes_per_s, overlap_s)
         return launch._replace(choice=choice) if choice else launch
 
@@ -324,21 +322,17 @@ class Rounds:
             arrival, arrived = flight.pending.result(), time.perf_counter()
             fragment, group = self.fragments[launch.fragment], self._topology.group_index
             keep_until_done([*arrival.gathered, arrival.changes["outer"].values, *arrival.untrained.tensors])
-            if launch.purpose is Purpose.GRADIENT:
-                if launch.weight:
-                    fragment.layout.write_gradients(arrival.gathered[0])
-            else:
-                self.reshard()
-                is_round = launch.purpose is Purpose.ROUND
-                land = fragment.land_at_end if self.is_ending else fragment.land
-                land(arrival, arrival.rule, step - launch.step, final=not is_round)
-                if is_round:
-                    self.link.note(arrival.sends_bytes_per_s)
-                    at, told = self._counted_in_rounds(launch.step), arrival.landing
-                    heard = Heard(launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained))
-                    self._heard = self._launches.heard(self._heard, heard)
-                if group in arrival.landing.left_out:
-                    self.recover(fragment.index)
+            self.reshard()
+            is_round = launch.purpose is Purpose.ROUND
+            land = fragment.land_at_end if self.is_ending else fragment.land
+            land(arrival, arrival.rule, step - launch.step, final=not is_round)
+            if is_round:
+                self.link.note(arrival.sends_bytes_per_s)
+                at, told = self._counted_in_rounds(launch.step), arrival.landing
+                heard = Heard(launch.fragment, at, told.counted, told.group_norms, tuple(arrival.trained))
+                self._heard = self._launches.heard(self._heard, heard)
+            if group in arrival.landing.left_out:
+                self.recover(fragment.index)
             return completed(arrival.landing, flight.launched, (began, arrived), flight.pending.seconds, step)
 
     def recover(self, landed: int) -> None:
@@ -373,44 +367,6 @@ class Rounds:
                     elif not keep:
                         optimizer.state.pop(parameter, None)
 
-    # The warm-up: in the first inner steps all groups take the mean of their gradients; see [Note: warm-up]
-
-    def is_warmup(self, step: int) -> bool:
-        """Returns whether the groups take the mean of their gradients in an inner step."""
-        return 0 < step - self.began_at <= self.schedule.warmup_steps
-
-    @torch.no_grad()
-    def launch_gradients(self, step: int, trains: bool) -> int:
-        """Launches the gradients of all fragments in an inner step of the warm-up, and else nothing."""
-        if not self.is_warmup(step):
-            return 0
-        self._gradients = self._gradients + 1 if step == self._gradients_at else 1
-        self._gradients_at = step
-        self.require_coverage()
-        for fragment in self.fragments:
-            began = time.perf_counter()
-            with _recorded("sdiloco::launch"):
-                self.start(fragment.gradient_launch(step, self._deadline(), trains, self.take_requests()), began)
-        return len(self.fragments)
-
-    def land_gradients(self, step: int) -> Iterator[Landing]:
-        """Waits for the means, and replaces the gradients with them."""
-        if self.is_warmup(step):
-            for _ in range(len(self.flights)):
-                yield self._landed(self.flights.pop(0), step)
-
-    def missing_gradients(self, step: int, idle: bool) -> int:
-        """Returns how often a group that was idle in an inner step has still to take part: as often as in the last."""
-        if not self.is_warmup(step) or step == self._gradients_at:
-            return 0
-        if not idle:
-            raise RuntimeError(
-                f"Inner step {step} belongs to the warm-up, but its gradients were not averaged. Call"
-                " average_gradients() after backward(), before gradients are clipped and the optimizer steps; or leave"
-                " out warmup_steps."
-            )
-        return self._gradients or 1
-
     # The mean of the groups, and the end
 
     @torch.no_grad()
@@ -422,8 +378,8 @@ class Rounds:
         ``receive`` waits for a flight and takes what it brings; that, or None, is yielded after every launch, so that
         groups in one process can take turns. Where training ends, flights take along what was requested.
         """
-        is_start = not self.settings.shares or 0 < step - self.began_at < self.schedule.warmup_steps
-        purpose, flying = Purpose.START if is_start else Purpose.MEAN, self.flights if ends else list[Flight]()
+        purpose = Purpose.MEAN if self.settings.shares else Purpose.START
+        flying = self.flights if ends else list[Flight]()
         # In float32 a flight takes four times its fragment's size: a quarter of the model at once, and at the end no
         # more than in a round.
         at_once = _most_in_flight(self.schedule) if ends else max(1, len(self.fragments) // 4)
@@ -473,11 +429,11 @@ class Rounds:
 
     def require_no_launch(self, step: int, settings: Settings) -> None:
         """Refuses to choose other settings after an inner step, unless no launch was or would have been due by then."""
-        steps, own = self._counted_in_rounds(step), self.settings.sync_every
-        if self.flights or steps >= min(own, settings.sync_every):
+        steps, first = step - self.began_at, self.schedule.first_launch
+        if self.flights or steps >= min(first, settings.schedule_of(1).first_launch):
             raise RuntimeError(
                 f"choose() was called after {steps} inner steps with sync_every={settings.sync_every}. Settings can be"
-                f" chosen only before the first launch: before inner step {own}."
+                f" chosen only before the first launch: before inner step {first}."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -509,18 +465,22 @@ class Rounds:
                 )
         for fragment, saved in zip(self.fragments, state["fragments"], strict=True):
             fragment.load_state_dict(saved)
-        self._begin_at(state["rounds_began_at"])
+        # Of a run of an earlier version the rounds began after its warm-up.
+        self._begin_at(max(state["rounds_began_at"], state.get("warmup_steps", 0)))
         self._heard = state["schedule"]
         self.link.last = list(state.get("link", ()))
 
 
 def _most_in_flight(schedule: Schedule) -> int:
     """Returns how many flights there are at once in rounds. A flight lands after the launches of the same step."""
-    first_round = [schedule.offset(fragment) for fragment in range(schedule.fragments)]
-    launches = [*first_round, *(schedule.sync_every + offset for offset in first_round)]
-    return max(
-        bisect_right(launches, step + schedule.overlap_steps) - bisect_left(launches, step) for step in first_round
-    )
+    most = 0
+    for first in {1, schedule.dense_rounds + 1}:
+        launches = [schedule.launch_of(p, number) for number in (first, first + 1) for p in range(schedule.fragments)]
+        launches.sort()
+        for step in launches[: schedule.fragments]:
+            until = step + schedule.overlap_of_round(first)
+            most = max(most, bisect_right(launches, until) - bisect_left(launches, step))
+    return most
 
 
 def clear_not_finite(state: Mapping[str, Any]) -> None:

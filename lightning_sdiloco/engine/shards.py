@@ -243,18 +243,6 @@ def local(tensor: Tensor) -> Tensor:
     return sharded.to_local() if is_sharded(sharded) else sharded
 
 
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns what this rank holds of the gradient of a parameter, dense and sharded like it; None if it has none."""
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return None
-    sharded: Any = parameter
-    if is_sharded(gradient) and gradient.placements != sharded.placements:
-        # Tensor parallelism leaves sums that are still to be made.
-        parameter.grad = gradient = gradient.redistribute(placements=sharded.placements)
-    return local(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
 def like(tensor: Tensor, values: Tensor) -> Tensor:
     """Makes a tensor that is sharded like another one, with the given values on this rank."""
     made = torch.empty_like(tensor.detach(), dtype=values.dtype)
@@ -524,17 +512,12 @@ class FragmentLayout(ABC):
     def read(self) -> Tensor:
         return self.shard_of(self.held)
 
-    def negated_gradients(self, zeros: Tensor) -> Tensor:
-        """Returns zeros minus the gradients of the shard; what has no gradient has zeros, too."""
-        gradients = zip(self.held, map(local_gradient, self.parameters), strict=True)
-        return self.outer_gradient(zeros, [torch.zeros_like(own) if of is None else of for own, of in gradients])
-
-    def outer_gradient(self, outer: Tensor, held: Sequence[Tensor] | None = None) -> Tensor:
-        """Returns the outer gradient, outer parameters minus local ones (or others), in one pass over both."""
-        held, difference = self.held if held is None else held, new_vector(outer.numel(), outer.device)
+    def outer_gradient(self, outer: Tensor) -> Tensor:
+        """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
+        difference = new_vector(outer.numel(), outer.device)
         parts = [whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)]
         for (index, own), before, part in zip(self._pieces, *parts, strict=True):
-            values = held[index].reshape(-1)[own]
+            values = self.held[index].reshape(-1)[own]
             # Longer types are rounded first, as they are where the shard is read.
             exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
             torch.sub(before, values if exact else values.to(torch.float32), out=part)
@@ -596,17 +579,6 @@ class FragmentLayout(ABC):
             # What is not finite takes what the parameter becomes.
             copy.view(held.shape).copy_(torch.where(moved.isfinite(), moved, changed))
         held.copy_(changed)
-
-    def write_gradients(self, gathered: Tensor) -> None:
-        """Overwrites the gradients. A parameter without one gets one unless that is zero."""
-        for parameter, values in zip(self.parameters, self.split(gathered), strict=True):
-            own = parameter.grad
-            if own is not None and own.is_sparse:
-                parameter.grad = values.to(own.dtype).to_sparse(own.sparse_dim())
-            elif own is not None:
-                local(own).copy_(values)
-            elif values.any():
-                parameter.grad = like(parameter, values.to(parameter.dtype))
 
     def shift(self, moved: Tensor) -> None:
         for parameter, held, by in zip(self.parameters, self.held, self.split(moved), strict=True):

@@ -68,17 +68,6 @@ class SimulatedGroups:
             for model, own, topology in zip(models, optimizers, simulated_topologies(len(models)), strict=True)
         ]
 
-    def average_gradients(self, *, idle: Collection[int] = ()) -> None:
-        """Averages the groups' gradients; see `StreamingDiLoCo.average_gradients`.
-
-        Args:
-            idle: The groups that do not train in this inner step.
-        """
-        for group, engine in enumerate(self.engines):
-            engine.launch_gradients(idle=group in idle)
-        for engine in self.engines:
-            engine.land_gradients()
-
     def step(self, *, trained: Sequence[int] = (), idle: Collection[int] = ()) -> list[list[Landing]]:
         """Counts an inner step of every group: launches all that is due, then lands all that is due.
 

@@ -713,7 +713,7 @@ def agreed(
 ) -> Tensor:
     """Returns the new outer values as bytes, and behind them a byte for each tensor: whether it has changed alike.
 
-    Only whole numbers have: groups may hold other values alike for once, by chance or after a warm-up, and no more when
+    Only whole numbers have: groups may hold other values alike for once, by chance, and no more when
     they are shown.
 
     Args:

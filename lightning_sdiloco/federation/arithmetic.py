@@ -127,7 +127,10 @@ class SiteArithmetic:
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
         norm, began = whole_norm(torch.linalg.vector_norm(mean), self._site), time.perf_counter()
-        outer = outer_step(fragment, before, values, mean, counts=bool(count.factors), final=record.final)
+        is_dense = self._schedule.is_dense_round(record.round)
+        outer = outer_step(
+            fragment, before, values, mean, counts=bool(count.factors), final=record.final, is_dense=is_dense
+        )
         gathered = fragment.layout.all_gather(outer.values, self._site)
         untrained = self._untrained(fragment, record, sites, own)
         spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
@@ -149,7 +152,7 @@ class SiteArithmetic:
         return Stepped(digests[0], digests[1], moved, arrival)
 
     def _at(self, fragment: int, round: int, choice: int = 0) -> AllReduce:
-        return self._all_reduce.at(round * self._schedule.sync_every + self._schedule.offset(fragment), choice)
+        return self._all_reduce.at(self._schedule.launch_of(fragment, round), choice)
 
     def _received(self, record: Record, blobs: Mapping[str, Bytes]) -> list[_Site]:
         """Returns what came of sites, or the hub: of one of as many ranks what this rank needs, of others all."""

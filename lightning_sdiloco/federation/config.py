@@ -136,11 +136,9 @@ class Federation:
     def check(self, settings: Settings) -> None:
         """Refuses settings of a training that a federation cannot have."""
         kind, backend = kind_and_backend(settings.exchange)
-        all_wait = "each site would wait for all others"
         for name, is_refused, why in (
-            ("exchange", kind not in ("auto", "gather"), f"in its second hop {all_wait}"),
+            ("exchange", kind not in ("auto", "gather"), "in its second hop each site would wait for all others"),
             ("exchange", backend == "nccl", "a site reaches its hub over gRPC"),
-            ("warmup_steps", settings.warmup_steps > 0, f"in it {all_wait}; start all from one checkpoint instead"),
             ("schedule", settings.schedule is not None, "a site launches when the hub calls it"),
             ("route", settings.route is not None, "a site sends to the hub, and gets from it what all sites have sent"),
             ("weighing", settings.weighing is not None, "sites come and go, and are weighed by their samples"),
@@ -223,6 +221,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         rounds=federation.rounds,
         guard=settings.outer.guard,
         hub_mean=code_of(settings) if federation.mean == "hub" else None,
+        dense_beginning=settings.dense_beginning,
     )
     parameters = trainable(rounds.model)
     fragments = tuple(

@@ -149,9 +149,9 @@ class Progress:
             return True
         if finishing:
             return self.steps > 0
-        on_time = step - self.launched_at >= terms.sync_every
+        on_time = step - self.launched_at >= terms.steps_before(self.fragment, self.next_round)
         answers = called is not None and self.skipped != called.round
-        return self.steps >= terms.least_steps and (on_time or answers)
+        return self.steps >= terms.least_steps(self.next_round) and (on_time or answers)
 
     # Landing
 
@@ -250,7 +250,7 @@ class Follower:
         self._late = late
         self._alone_since: float | None = None
         self._finishing = False
-        offsets = [fragment * terms.sync_every // terms.fragments for fragment in range(terms.fragments)]
+        offsets = [terms.schedule.launch_of(fragment, 0) for fragment in range(terms.fragments)]
         self.fragments = [
             Progress(fragment, Position(0, run_config), offset, late=late) for fragment, offset in enumerate(offsets)
         ]
@@ -364,7 +364,7 @@ class Follower:
         calls = []
         for own in () if self._finishing else self.fragments:
             called, busy = own.called, own.flight or own.stands or own.ended
-            answers = busy or own.steps >= self.terms.least_steps
+            answers = busy or own.steps >= self.terms.least_steps(own.next_round)
             if called and not called.final and own.skipped != called.round and not answers:
                 own.skipped = called.round
                 calls.append(called)
@@ -409,8 +409,9 @@ class Follower:
 
     def due(self, step: int) -> list[Record]:
         # A site that trains no more has nothing to overlap with.
-        overlap, due = 0 if self._finishing else self.terms.overlap_steps, []
+        due = list[Record]()
         for own in self.fragments:
+            overlap = 0 if self._finishing else self.terms.schedule.overlap_of_round(own.next_round)
             early = own.flight is not None and step < own.flight.launched_at + overlap and not own.is_overtaken
             record = own.records.get(own.next_round)
             if record is not None and own.digest is not None and not early:
@@ -421,8 +422,11 @@ class Follower:
         """Returns for how many seconds training waits for a landing; 0 while the hub cannot be reached."""
         longest = 0.0
         # Every flight is asked, so that all their waits begin together.
-        for flight in (own.flight for own in self.fragments if self.reachable):
-            if flight is not None and step >= flight.launched_at + self.terms.sync_every - 1:
+        for own in self.fragments if self.reachable else ():
+            flight = own.flight
+            if flight is None:
+                continue
+            if step >= flight.launched_at + self.terms.steps_before(own.fragment, flight.own.round + 1) - 1:
                 flight.waits_since = now if flight.waits_since is None else flight.waits_since
                 longest = max(longest, flight.waits_since + self.terms.longest_wait - now)
         return longest

@@ -358,7 +358,7 @@ class Ledger:
 
     def _length(self, own: Contribution) -> float:
         """Returns the norm for each inner step: some have trained more than others, for instance without the hub."""
-        return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps)
+        return math.sqrt(own.norm_squared) / max(own.steps, self.terms.least_steps(own.round))
 
     def append(self, record: Record) -> None:
         closed = self.closed[record.fragment]

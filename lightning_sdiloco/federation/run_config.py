@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, Schedule
 from lightning_sdiloco.algorithm.weighting import GUARD
 from lightning_sdiloco.errors import Refused
 from lightning_sdiloco.federation.codec import (
@@ -18,6 +19,7 @@ from lightning_sdiloco.federation.codec import (
     encoded,
     key_of,
     plain,
+    unsaid,
 )
 from lightning_sdiloco.federation.untrained import Sizes
 
@@ -58,13 +60,14 @@ class Terms:
     rounds: int | None = None
     guard: float | None = GUARD
     hub_mean: Literal["fp4", "fp32"] | None = None  # the code of what the hub means, where it does
+    dense_beginning: DenseBeginning | None = unsaid(None)
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value = getattr(self, item.name)
             least = {"overlap_steps": 0, "grace": 0}.get(item.name, 1 if item.name != "lease" else 0)
             is_chosen = (
-                isinstance(value, ChosenQuorum | str)
+                isinstance(value, ChosenQuorum | DenseBeginning | str)
                 or (item.default is None or item.name == "guard")
                 and value is None
             )
@@ -75,11 +78,27 @@ class Terms:
                 f"overlap_steps={self.overlap_steps} is out of range: it must be below sync_every, which is"
                 f" {self.sync_every}. Choose a smaller one."
             )
+        if self.dense_beginning is not None and 2 * self.dense_beginning.sync_every > self.sync_every:
+            raise ValueError(
+                f"dense_beginning={self.dense_beginning!r} is out of range: its sync_every must be at most half of"
+                f" sync_every, which is {self.sync_every}. Choose a smaller one."
+            )
 
-    @property
-    def least_steps(self) -> int:
-        """The fewest inner steps since a site last counted with which it launches."""
-        return max(1, -(-self.sync_every // 4))
+    @cached_property
+    def schedule(self) -> Schedule:
+        """When fragments launch and land at a site that is never late."""
+        return Schedule(self.sync_every, self.overlap_steps, self.fragments, self.dense_beginning)
+
+    def steps_before(self, fragment: int, round: int) -> int:
+        """Returns the inner steps between the launch of a round and that of the one before."""
+        return self.schedule.launch_of(fragment, round) - self.schedule.launch_of(fragment, round - 1)
+
+    def least_steps(self, round: int) -> int:
+        """Returns the fewest inner steps since a site last counted with which it launches for a round."""
+        dense = self.dense_beginning
+        is_dense = dense is not None and self.schedule.is_dense_round(round)
+        sync_every = dense.sync_every if dense is not None and is_dense else self.sync_every
+        return max(1, -(-sync_every // 4))
 
     @property
     def longest_wait(self) -> float:

@@ -256,6 +256,7 @@ class FederatedWorld:
             # A site cannot know what others have changed: it sends what it has changed itself.
             launch = launch._replace(
                 buffers=buffers,
+                is_dense=self._rounds.schedule.is_dense_round(begun.round),
                 travelling=tuple(fragment.untrained.changed_since(buffers)),
                 step_time=self._rounds.step_clock.seconds,
             )

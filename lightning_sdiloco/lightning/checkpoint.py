@@ -123,11 +123,9 @@ class Checkpointer:
         return checkpoint
 
     @property
-    def saved_warmup(self) -> int | None:
-        """The ``warmup_steps`` of the run that goes on; None where none does."""
-        if self.resumed is not None:
-            return int(self.resumed["engine"]["warmup_steps"])
-        return None if self._restart is None else 0
+    def restarts(self) -> bool:
+        """Whether rounds restart from a checkpoint."""
+        return self._restart is not None
 
     def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
@@ -367,10 +365,10 @@ class Checkpointer:
     # What is compared
 
     def _settings(self) -> dict[str, str]:
-        auto, settings = self._options.auto, self._options.settings
-        # What suits sync_every is known once the planner has chosen that.
-        chosen = settings if auto else settings.chosen_for(self._groups.topology.num_groups)
-        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(auto, repr(AUTO))}
+        is_open, settings = self._options.open, self._options.settings
+        # What suits the rounds is known once these are chosen.
+        chosen = settings if is_open else settings.chosen_for(self._groups.topology.num_groups)
+        return {**chosen.fixed_by_a_checkpoint(), **dict.fromkeys(is_open, repr(AUTO))}
 
     def _layout(self) -> dict[str, int]:
         topology = self._groups.topology

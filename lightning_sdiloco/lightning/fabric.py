@@ -234,14 +234,6 @@ class FabricWorkerGroupStrategy(GroupStrategy, _Base):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         super().backward(tensor, module, *args, **kwargs)
         self._watch.end()
-        # Not where DistributedDataParallel still adds gradients up.
-        if not all(wrapped.require_backward_grad_sync for wrapped in self._wrapped):
-            return
-        # One that was resumed may still be in the warm-up that it had.
-        warms_up = self._options.settings.warmup_steps and self._inner_optimizers
-        engine = self._begun() if warms_up else self.engine
-        if engine is not None and engine.is_warming_up:
-            engine.average_gradients()
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -2,10 +2,8 @@
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -45,14 +43,10 @@ from lightning_sdiloco.lightning.monitor import (
     scalars_of,
     warn_of_few_rounds,
 )
-from lightning_sdiloco.lightning.options import FIRST, STEPS, Options, tell
+from lightning_sdiloco.lightning.options import Options, tell
 from lightning_sdiloco.lightning.results import Results
 
 _log = logging.getLogger(__name__)
-
-# Training may wait for the gradients of an automatically chosen warm-up for this share of the time, or for this many
-# seconds in an inner step.
-_MOST_WAITED, _NEXT_TO_NOTHING = 0.5, 0.02
 
 # Hooks between two epochs in which users overwrite weights.
 EPOCH_HOOKS = ("on_train_epoch_start", "on_train_epoch_end")
@@ -111,7 +105,6 @@ class Fit(FitState):
         # What the model held before hooks of epochs, and which of these the user has.
         self._epoch_digests: dict[str, int] | None = None
         self._epoch_hooks: list[str] = []
-        self._warmup_since: tuple[float, float] | None = None  # The clock, and how long training had waited.
 
     # Start
 
@@ -144,7 +137,8 @@ class Fit(FitState):
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
         require_same_start(self.checkpointer.start, self.groups.topology.world)
-        self.options.choose_for_length(module, self.groups.topology, self._known_steps, self.checkpointer.saved_warmup)
+        restarts = self.checkpointer.restarts
+        self.options.choose_for_length(self.groups.topology, self._known_steps, restarts=restarts)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,
@@ -186,8 +180,8 @@ class Fit(FitState):
         return steps if steps >= 0 else math.inf
 
     def _announce(self, engine: StreamingDiLoCo) -> None:
-        # What is left to the planner is announced once it has chosen.
-        if self.options.federation is None and self.trainer.is_global_zero and not self.options.auto:
+        # What is open is announced once it is chosen.
+        if self.options.federation is None and self.trainer.is_global_zero and not self.options.open:
             if (steps := self._known_steps) < math.inf:
                 warn_of_few_rounds(engine.schedule, int(steps))
             self._announcement = Announcement(engine, self.trainer.strategy.cluster_environment)
@@ -313,43 +307,17 @@ class Fit(FitState):
             self.epochs.collect(landings[-1].launched_at)
         if self._announcement is not None:
             self._announcement.step()
-        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
-        if self.options.chooses_warmup and engine.is_warming_up and engine.topology.background is None:
-            self._judge_warmup(engine)
-        launch_in = self.options.settings.sync_every - engine.steps_in_rounds
-        if self.options.step(launch_in, engine.report()["exposed_wait_s"] if self.options.auto else 0.0):
+        launch_in = engine.schedule.first_launch - engine.steps_in_rounds
+        if self.options.step(launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0):
             self.groups.meet()
-            trainer, options, is_planned = self.trainer, self.options, self.options.auto != ("exchange",)
+            trainer, options = self.trainer, self.options
+            is_planned = any(name != "exchange" for name in options.auto)
             options.choose(trainer.lightning_module, self.groups.topology)
             engine.choose(options.settings)
             self._announce(engine)
             if trainer.is_global_zero and is_planned:
                 self._row |= tell(engine.settings, len(engine.fragments), options.measured)
         return landings
-
-    def _judge_warmup(self, engine: StreamingDiLoCo) -> None:
-        """Ends a warm-up that was chosen automatically if the link is too slow: if steps take twice as long or more."""
-        now = time.monotonic(), engine.report()["exposed_wait_s"]
-        if engine.inner_steps == FIRST:
-            self._warmup_since = now
-        if engine.inner_steps != STEPS or self._warmup_since is None:
-            return
-        took, waited = (after - before for after, before in zip(now, self._warmup_since, strict=True))
-        self.groups.meet()
-        waits = waited / took if waited > _NEXT_TO_NOTHING * (STEPS - FIRST) else 0.0
-        share, was = max(self.groups.topology.world.all_gather_object(waits)), engine.settings.warmup_steps
-        if share > _MOST_WAITED:
-            self.options.settings = replace(self.options.settings, warmup_steps=STEPS + 1)
-            engine.choose(self.options.settings)
-            if self.trainer.is_global_zero:
-                _log.warning(
-                    "The warm-up ends after %d inner steps, not after %d: training waits for gradients for %.0f %% of"
-                    " the time. Set warmup_steps=%d to keep the longer warm-up.",
-                    STEPS + 1,
-                    was,
-                    100 * share,
-                    was,
-                )
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Drops metrics that cannot be reduced, and warns if no batch of the epoch has counted as an inner step."""

@@ -4,7 +4,8 @@
 done. In the first few the engine runs with placeholders for the settings to be chosen. Then all ranks gather how long a
 step took, measure the link together, and adopt what rank 0 chooses. The engine goes on as if the choice had been there
 from the start, so the run is, bit for bit, one with these settings. Every later checkpoint holds them, and a resumed
-fit takes them from there.
+fit takes them from there. A dense beginning is chosen in the same way, before its own first launch would be due: its
+rounds are as short as the link allows without making training wait.
 """
 
 import ast
@@ -20,18 +21,25 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.config import AUTO, Settings, overlap_for, warmup_for
+from lightning_sdiloco.algorithm.config import AUTO, Settings, dense_for, overlap_for
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
+from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
 from lightning_sdiloco.planning.methods import Streaming
-from lightning_sdiloco.planning.planner import SYNC_EVERY, candidates, recommend
+from lightning_sdiloco.planning.planner import SYNC_EVERY, TARGET, candidates, recommend, with_margin
 from lightning_sdiloco.planning.units import readable, readable_rate
 from lightning_sdiloco.planning.workload import Groups, Model
 
 _log = logging.getLogger(__name__)
+
+# The ``sync_every`` of dense beginnings, in the order in which they are tried.
+_DENSE_EVERY = (4, 8, 16, 32, 64, 128)
+
+# Seconds of an inner step for which training may wait at any rate.
+_NEXT_TO_NOTHING = 0.002
 
 # The first inner steps are slow for other reasons. The median of a few more is enough.
 FIRST, STEPS = 3, 8
@@ -77,8 +85,8 @@ class Options:
     federation: Federation | None = None
     auto: tuple[str, ...] = ()
     """The settings that are left to the planner, until it has chosen them."""
-    chooses_warmup: bool = False
-    """Whether ``warmup_steps`` is left to `choose_for_length`."""
+    chooses_dense: bool = False
+    """Whether ``dense_beginning`` is left open until the link is measured."""
     overlap_gives_way: bool = False
     """Whether ``overlap_steps`` was left out, and so follows ``sync_every``."""
     steps: float = math.inf
@@ -90,8 +98,9 @@ class Options:
     def of(arguments: Mapping[str, Any]) -> "Options":
         """Checks the arguments of a strategy, found by their names among others."""
         given = {item.name: arguments[item.name] for item in fields(Settings)}
-        if chooses_warmup := given["warmup_steps"] == AUTO:
-            given["warmup_steps"] = 0
+        chooses_dense = isinstance(given["dense_beginning"], str) and given["dense_beginning"] == AUTO
+        if chooses_dense:
+            given["dense_beginning"] = None
         auto = [name for name in _PLACEHOLDERS if isinstance(given[name], str) and given[name] == AUTO]
         stand_in = {name: _PLACEHOLDERS[name] for name in auto if name != "exchange"}
         # What does not suit an exchange is refused here, before it gives way to a placeholder.
@@ -105,7 +114,7 @@ class Options:
             settings,
             **own,
             auto=tuple(stand_in),
-            chooses_warmup=chooses_warmup,
+            chooses_dense=chooses_dense,
             overlap_gives_way=given["overlap_steps"] is None,
         )
 
@@ -127,6 +136,12 @@ class Options:
                 first and not settings.shares,
                 f"route={settings.route!r} does not work with {first}='auto': the planner plans rounds in which all"
                 f" groups exchange with all others. Choose {first} yourself, or leave out route.",
+            ),
+            (
+                first not in ("", "exchange") and settings.dense_beginning is not None,
+                f"dense_beginning={settings.dense_beginning!r} does not work with {first}='auto': its first launches"
+                f" come before the first {STEPS} inner steps are measured. Choose {first} yourself, or leave out"
+                " dense_beginning.",
             ),
             (
                 "sync_every" in self.auto and settings.overlap_steps >= max(SYNC_EVERY),
@@ -187,44 +202,101 @@ class Options:
     def described(self) -> dict[str, str]:
         """Returns every choice as text, which is the same on all ranks if and only if the choice is."""
         own = {"worker_groups": str(self.worker_groups), "evaluate": self.evaluate, "resume": self.resume}
-        return {**self.settings.described(), **dict.fromkeys(self.auto, repr(AUTO)), **own}
+        return {**self.settings.described(), **dict.fromkeys(self.open, repr(AUTO)), **own}
 
-    def choose_for_length(self, model: nn.Module, topology: Topology, steps: float, saved: int | None) -> None:
-        """Chooses warm-up and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The settings that are chosen after the first inner steps, until they are."""
+        return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
 
-        All ranks must call it. No warm-up begins in the midst of a run, and neither of the two depends on the length
-        of a fit in a federation, whose sites are not asked.
+    def choose_for_length(self, topology: Topology, steps: float, *, restarts: bool) -> None:
+        """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
+
+        All ranks must call it. No dense beginning is chosen for rounds that restart, and neither of the two depends on
+        the length of a fit in a federation, whose sites are not asked. Rounds of four inner steps stand in for the
+        dense beginning until the link is measured.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
-        if self.chooses_warmup:
-            self._choose_warmup(model, topology, saved)
+        if self.chooses_dense and "sync_every" not in self.auto:
+            dense = None if restarts else dense_for(topology.num_groups, self.steps, self.settings)
+            self.settings = replace(self.settings, dense_beginning=dense)
+            self.chooses_dense = dense is not None
         self._choose_outer_step(topology.num_groups)
 
     def _choose_outer_step(self, num_groups: int) -> None:
-        """Chooses the open settings of the outer step, if the number of rounds is known."""
-        if self.steps < math.inf and "sync_every" not in self.auto:
-            rounds = (self.steps - self.settings.warmup_steps) // self.settings.sync_every
+        """Chooses the open settings of the outer step, if the number of rounds is known by now."""
+        if self.steps < math.inf and not {"sync_every", "dense_beginning"} & {*self.open}:
+            dense = self.settings.dense_beginning
+            rounds = (self.steps - (dense.steps if dense else 0)) // self.settings.sync_every
             self.settings = self.settings.chosen_for(num_groups, rounds)
 
-    def _choose_warmup(self, model: nn.Module, topology: Topology, saved: int | None) -> None:
-        chosen = warmup_for(topology.num_groups, self.steps) if saved is None else saved
-        self.settings = replace(self.settings, warmup_steps=chosen)
-        if chosen and saved is None and topology.rank == 0:
-            groups = Groups(1.0, topology.num_groups, topology.group_size)
-            sent = Streaming(Model.of_parameters(trainable(model)), self.settings, groups).bytes_in(chosen)
+    def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
+        """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks must call it."""
+        self.chooses_dense = False
+        settings = replace(self.settings, dense_beginning=None)
+        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
+        is_measured = topology.background is None
+        if is_measured and self.measured is None:
+            self.measured = Measured(step_time, measure_link(topology, settings.timeout.total_seconds()))
+        described, groups = self._described(model, topology, step_time)
+        chosen: DenseBeginning | None = None
+        for sync_every in _DENSE_EVERY:
+            dense = dense_for(topology.num_groups, self.steps, settings, sync_every)
+            # The first launch must not be due before this choice.
+            if chosen is not None or dense is None or sync_every < len(self._times):
+                continue
+            method = Streaming(described, dense_rounds_alone(settings, dense), groups)
+            if self.measured is None or is_hidden(method, self.measured.link):
+                chosen = dense
+        # The clock of each rank says something else.
+        chosen = DenseBeginning.read(topology.world.all_gather_object(repr(chosen))[0])
+        self.settings = replace(settings, dense_beginning=chosen)
+        if topology.rank == 0:
+            sent = 0.0 if chosen is None else Streaming(described, self.settings, groups).dense_bytes
+            self._tell_dense(chosen, topology.num_groups, sent)
+
+    def _tell_dense(self, dense: DenseBeginning | None, num_groups: int, sent: float) -> None:
+        why = f"{self.measured}" if self.measured else "the groups are simulated in one process"
+        if dense is None:
             _log.warning(
-                "Chosen: warmup_steps=%d, %.0f %% of the %d inner steps of this fit, in which the %d groups average"
-                " their gradients: each sends %s. Give warmup_steps=0 for none.",
-                *(chosen, 100 * chosen / self.steps, self.steps, topology.num_groups, readable(sent)),
+                "Chosen: dense_beginning=None, because training would wait for the link in all dense rounds that"
+                " sync_every=%d and the length of this fit allow: %s.",
+                self.settings.sync_every,
+                why,
             )
+            return
+        _log.warning(
+            "Chosen: dense_beginning=%r: in the first %d of the %d inner steps of this fit, %.0f %% of them, the %d"
+            " groups exchange every %d inner steps, and each sends %s. These are the shortest rounds for which training"
+            " does not wait: %s. Give dense_beginning=None for none.",
+            dense,
+            dense.steps,
+            self.steps,
+            100 * dense.steps / self.steps,
+            num_groups,
+            dense.sync_every,
+            readable(sent),
+            why,
+        )
+
+    def _described(self, model: nn.Module, topology: Topology, step_time: float) -> tuple[Model, Groups]:
+        """Describes model and groups for the planner."""
+        memory_rate = _MEMORY_RATES.get(next(model.parameters()).device.type, _MEMORY_RATE)
+        groups = Groups(step_time, topology.num_groups, topology.group_size, memory_rate)
+        return Model.of_parameters(trainable(model)), groups
 
     # What the planner chooses
 
     def restore(self, saved: Mapping[str, str]) -> None:
         """Takes what suits from a checkpoint, and the planner's choice if it was saved after that."""
         self.settings = self.settings.taken_from(saved)
+        if self.chooses_dense:
+            dense = saved.get("dense_beginning", repr(None))
+            self.chooses_dense = dense == repr(AUTO)
+            if not self.chooses_dense:
+                self.settings = replace(self.settings, dense_beginning=DenseBeginning.read(dense))
         # Runs of old say how many blocks the default was.
         cut, before = self.settings.fragments, saved.get("fragments", "").strip("'")
         if isinstance(cut, str) and before.startswith(f"{cut}:"):
@@ -258,16 +330,16 @@ class Options:
             launch_in: After how many inner steps the next launch is due.
             waited: For how many seconds training has waited for other groups so far, which is no part of a step.
         """
-        if self.auto:
+        if self.open:
             self._times.append(time.monotonic() - waited)
-        return bool(self.auto) and (len(self._times) > STEPS or launch_in <= 1)
+        return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
         times = self._times[FIRST:] if len(self._times) > STEPS else self._times
         return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
-        """Measures the link, and adopts what the planner recommends. All ranks must call it."""
+        """Measures the link, and adopts what the planner recommends for what is open. All ranks must call it."""
         settings, timeout = self.settings, self.settings.timeout.total_seconds()
         step_time = max(topology.world.all_gather_object(self.step_time()))
         names = tuple(name for name in self.auto if name != "exchange")
@@ -281,7 +353,22 @@ class Options:
             self.measured = Measured(step_time, measure_link(topology, timeout))
         chosen = topology.world.all_gather_object(choice(names, settings, model, topology, self.measured))[0]
         self.auto, self.settings = (), replace(settings, **chosen)
+        if self.chooses_dense:
+            self._choose_dense(model, topology, step_time)
         self._choose_outer_step(topology.num_groups)
+
+
+def dense_rounds_alone(settings: Settings, dense: DenseBeginning) -> Settings:
+    """Returns the settings of a run in which all rounds are those of the dense beginning."""
+    overlap_steps = dense.overlap(settings.overlap_steps)
+    return replace(settings, sync_every=dense.sync_every, overlap_steps=overlap_steps)
+
+
+def is_hidden(method: Streaming, link: Link) -> bool:
+    """Returns whether training waits next to never for what it sends over a link."""
+    utilisation = method.utilisation(with_margin(link))
+    waits = method.groups.step_time * (1 / utilisation - 1)
+    return utilisation >= TARGET or waits <= _NEXT_TO_NOTHING
 
 
 def choice(

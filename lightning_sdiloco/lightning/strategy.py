@@ -31,7 +31,7 @@ from lightning_sdiloco.algorithm.gossip import Route
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import TwoShot
-from lightning_sdiloco.algorithm.schedule import LaunchSchedule, Schedule
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, LaunchSchedule, Schedule
 from lightning_sdiloco.algorithm.weighting import Weighing
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import Compression
@@ -103,9 +103,9 @@ class GroupStrategy:
         resume: ``"exact"`` refuses a checkpoint of other settings; ``"restart"`` restarts the rounds from the outer
             parameters and outer momentum of any checkpoint. With the suffix ``":newest"``, only the newest checkpoint
             keeps the folder that a fit resumes from.
-        warmup_steps: For the first ``warmup_steps`` steps, groups average their gradients, as DDP does. ``"auto"``: a
-            share of all steps if there are four groups or more, the length of the fit is known and the link carries
-            gradients; see docs/choosing.md.
+        dense_beginning: A ``lightning_sdiloco.DenseBeginning``: in the first rounds groups exchange more often.
+            ``"auto"``: a share of all steps if there are four groups or more and the length of the fit is known, with
+            rounds as short as the link hides; see docs/choosing.md. None: none.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
             outer gradients hardly change. None: every ``sync_every`` inner steps.
         weighing: How much each group counts in a mean: a ``Weighing``. None: by the inner steps it trained.
@@ -150,7 +150,7 @@ class GroupStrategy:
         outer_optimizer: OuterOptimizer | Callable[[Iterable[Any]], Optimizer] | None = None,
         exchange: str | TwoShot = "auto",
         resume: Literal["exact", "restart", "exact:newest", "restart:newest"] = "exact",
-        warmup_steps: int | Literal["auto"] = "auto",
+        dense_beginning: DenseBeginning | Literal["auto"] | None = "auto",
         schedule: LaunchSchedule | None = None,
         weighing: Weighing | None = None,
         route: Route | None = None,
@@ -193,7 +193,7 @@ class GroupStrategy:
         if self.results.other is not None:
             return self.results.other.schedule
         settings = self.results.options.settings
-        return Schedule(settings.sync_every, settings.overlap_steps, len(self.fragments), settings.warmup_steps)
+        return settings.schedule_of(len(self.fragments))
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -279,9 +279,13 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             # What the planner chose stays; rate, momentum and mixing are chosen as they were for the first fit.
             chosen, first = self._fit.options, self._options.settings
             settings = replace(
-                chosen.settings, outer_lr=first.outer_lr, outer_momentum=first.outer_momentum, mixing=first.mixing
+                chosen.settings,
+                outer_lr=first.outer_lr,
+                outer_momentum=first.outer_momentum,
+                mixing=first.mixing,
+                dense_beginning=first.dense_beginning,
             )
-            self._options = replace(chosen, settings=settings)
+            self._options = replace(chosen, settings=settings, chooses_dense=self._options.chooses_dense)
             self._fit.checkpointer.forget()
         # Some connect a model that has no trainer yet, or never gets one.
         if model._trainer is not None and model._trainer.state.fn == "fit":
@@ -404,16 +408,6 @@ class WorkerGroupStrategy(GroupStrategy, _Base):
             self.model = None
             gc.collect()
             self.model = self._format.wrap(self, self.lightning_module, self.topology, super()._setup_model)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        # Unless DistributedDataParallel still adds some up.
-        due = getattr(self.model, "require_backward_grad_sync", True)
-        if due and self.engine is not None and self.engine.is_warming_up:
-            # Groups that wait for this one must take part.
-            self._groups.meet()
-            self.engine.average_gradients()
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class Streaming:
     def __init__(self, model: Model, settings: Settings, groups: Groups) -> None:
         self.model, self.settings, self.groups = model, settings, groups
         self.numels = model.fragments(settings)
-        self.schedule = Schedule(settings.sync_every, settings.overlap_steps, len(self.numels), settings.warmup_steps)
+        self.schedule = settings.schedule_of(len(self.numels))
         self._shards = [-(-numel // groups.group_size) for numel in self.numels]
         mixing = settings.chosen_for(groups.groups).landing.kept
         # On a route that does not share, a group sends to its partners whole fragments, and its control vector to
@@ -86,50 +86,44 @@ class Streaming:
         both_hops = zip(self._messages, self._second_hops, strict=True)
         self._sent = [self._connections * sum(both) + words for both in both_hops]
         # What replaces parameters without a round that could make up for a loss.
-        exact, gradients = (
-            all_reduce_for(exchange, groups.groups, codec, mixing)
-            for codec in (resolve("fp32"), settings.gradient_codec)
-        )
-        self._exact, self._gradients = (
-            groups.connections
-            * sum(CONTROL_BYTES + one.payload_bytes(shard) + one.second_hop_bytes(shard) for shard in self._shards)
-            for one in (exact, gradients)
+        exact = all_reduce_for(exchange, groups.groups, resolve("fp32"), mixing)
+        self._exact = groups.connections * sum(
+            CONTROL_BYTES + exact.payload_bytes(shard) + exact.second_hop_bytes(shard) for shard in self._shards
         )
         self.bytes_per_step = sum(self._sent) / settings.sync_every
 
     def bytes_in(self, steps: int) -> float:
         """Returns the bytes that a group sends in a run, the final exchange included; exact except for buffers."""
-        every, warmup_steps = self.settings.sync_every, min(steps, self.settings.warmup_steps)
-        streamed = [max(0, (steps - warmup_steps - offset) // every) for offset in self._offsets]
-        launched = sum(count * sent for count, sent in zip(streamed, self._sent, strict=True))
-        # In a warm-up there are the gradients of each step, and after the last one the parameters; a run that ends in
-        # it has no other mean at its end.
-        ends_in_it = 0 < steps < self.settings.warmup_steps
-        exact = (warmup_steps > 0) + (not ends_in_it)
-        return launched + warmup_steps * self._gradients + exact * self._exact
+        launches = [sum(self.schedule.launches_in(fragment, steps)) for fragment in range(len(self.numels))]
+        return sum(count * sent for count, sent in zip(launches, self._sent, strict=True)) + self._exact
 
     @property
-    def _offsets(self) -> list[int]:
-        return [self.schedule.offset(fragment) for fragment in range(len(self.numels))]
+    def dense_bytes(self) -> float:
+        """What a group sends in the dense beginning."""
+        return self.schedule.dense_rounds * sum(self._sent)
 
-    def _together(self, span: int) -> list[list[int]]:
-        """Returns for each fragment those launched in the ``span`` inner steps that end with its own launch."""
-        offsets, every = self._offsets, self.settings.sync_every
-        return [[p for p, other in enumerate(offsets) if (own - other) % every < span] for own in offsets]
+    @property
+    def _phases(self) -> list[tuple[int, int]]:
+        """Inner steps between two launches of a fragment, and from a launch to its landing: after and in the start."""
+        phases = [(self.settings.sync_every, self.settings.overlap_steps)]
+        if self.schedule.dense is not None:
+            phases.append((self.schedule.dense.sync_every, self.schedule.overlap_of_round(1)))
+        return phases
 
     @property
     def peak_gbit_s(self) -> float:
         """Returns the Gbit/s at the busiest moment if everything is sent evenly over the time that it may take."""
-        span = max(1, self.settings.overlap_steps)
-        most = max(sum(self._sent[p] for p in together) for together in self._together(span))
-        return most * 8 / (span * self.groups.step_time) / 1e9
+        rates = list[float]()
+        for sync_every, overlap_steps in self._phases:
+            span = max(1, overlap_steps)
+            for launched in _launched_together(len(self.numels), sync_every, span):
+                rates.append(sum(self._sent[fragment] for fragment in launched) / span)
+        return max(rates) * 8 / self.groups.step_time / 1e9
 
     def utilisation(self, link: Link) -> float:
         """Returns the share of the wall time in which training does not wait, in the long run."""
-        played, schedule = _Play(self, [Line.of(link)], [1.0]), self.schedule
-        played.follow(
-            _timetable(schedule, schedule.warmup_steps + _ROUNDS * schedule.sync_every + schedule.overlap_steps)
-        )
+        played, schedule = _Play(self, [Line.of(link)], [1.0]), replace(self.schedule, dense=None)
+        played.follow(_timetable(schedule, _ROUNDS * schedule.sync_every + schedule.overlap_steps))
         trained = (_ROUNDS - _ROUNDS // 2) * schedule.sync_every * self.groups.step_time
         return trained / (played.landed[_ROUNDS - 1] - played.landed[_ROUNDS // 2 - 1])
 
@@ -191,7 +185,9 @@ class Streaming:
         flying = [3 * FLOAT32 * s + gathered * n for s, n in zip(self._shards, self.numels, strict=True)]
         messages = [self.groups.groups * sum(both) for both in zip(self._messages, self._second_hops, strict=True)]
         # A fragment that lands after the step of a launch does so behind it.
-        together = self._together(self.settings.overlap_steps + 1)
+        together = list[list[int]]()
+        for sync_every, overlap_steps in self._phases:
+            together += _launched_together(len(self.numels), sync_every, overlap_steps + 1)
         most = max(sum(flying[p] + messages[p] for p in fragments) for fragments in together)
         # A payload before it becomes a message, two vectors in which others are decoded and added up, and with two
         # shots the mean of the whole shard and what the second rounding has lost now.
@@ -243,17 +239,21 @@ class Busy(NamedTuple):
 @lru_cache(maxsize=16)
 def _timetable(schedule: Schedule, steps: int) -> list[tuple[int, bool, int]]:
     """Lists launches and landings in the engine's order: inner step, whether it lands, what."""
-    every, first = schedule.sync_every, schedule.warmup_steps
-    each = range(schedule.fragments)
-    rounds = range(1, max(0, steps - first) // every + 1)
-    launches = [
-        (first + number * every + schedule.offset(fragment), fragment) for number in rounds for fragment in each
-    ]
-    landings = [(at + schedule.overlap_steps, fragment) for at, fragment in launches]
-    # After a warm-up all fragments launch and land at once.
-    at_once = [(first, fragment) for fragment in each if first]
-    both = [(False, at_once + launches), (True, at_once + landings)]
-    return sorted((at, lands, fragment) for lands, own in both for at, fragment in own if at <= steps)
+    events = list[tuple[int, bool, int]]()
+    for fragment in range(schedule.fragments):
+        for number in range(1, 1 + sum(schedule.launches_in(fragment, steps))):
+            launch = schedule.launch_of(fragment, number)
+            events.append((launch, False, fragment))
+            landing = launch + schedule.overlap_of_round(number)
+            if landing <= steps:
+                events.append((landing, True, fragment))
+    return sorted(events)
+
+
+def _launched_together(fragments: int, sync_every: int, span: int) -> list[list[int]]:
+    """Returns for each fragment those launched in the ``span`` inner steps that end with its own launch."""
+    offsets = [fragment * sync_every // fragments for fragment in range(fragments)]
+    return [[p for p, other in enumerate(offsets) if (own - other) % sync_every < span] for own in offsets]
 
 
 # A run in virtual time: when every group has made each inner step, with unequal speeds and absences
@@ -325,7 +325,7 @@ def play(
         events = _timetable(method.schedule, steps)
     else:
         both = [
-            (at + is_landing * method.settings.overlap_steps, is_landing, number, fragment)
+            (at + is_landing * method.schedule.overlap_of(at), is_landing, number, fragment)
             for at, together in launches.items()
             for number, fragment in enumerate(together)
             for is_landing in (False, True)

@@ -141,10 +141,6 @@ class Groups:
             if not rests[at]:
                 self.optimizers[at].zero_grad()
                 self.loss(self.trained[at], group, self.steps, self.place, self.size).backward()
-        for engine, rest in zip(self.engines, rests, strict=True):
-            engine.launch_gradients(idle=rest)
-        for engine in self.engines:
-            engine.land_gradients()
         for optimizer, rest in zip(self.optimizers, rests, strict=True):
             if not rest:
                 optimizer.step()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_sdiloco import AgreementError, OuterOptimizer, SimulatedGroups, StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK, resolve
+from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int4, RandomK
 from lightning_sdiloco.engine import start
 from tests.engine.groups import MEAN, Groups, Values, copied, message, unlike, with_statistics
 from tests.ranks import run_ranks
@@ -27,7 +27,6 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
 
     def train(groups: SimulatedGroups) -> None:
         for _ in range(8):
-            groups.average_gradients()
             groups.step()
 
     settings: dict[str, Any] = {"sync_every": 4, "overlap_steps": 0, "fragments": [*LAYERS[:3], ["6.*", "7.*"]]}
@@ -38,7 +37,6 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
         ("outer", SimulatedGroups.group_mean, {}, told.format("parameters", 2)),
         ("outer", SimulatedGroups.finish, {}, told.format("parameters", 2)),
         ("buffers", train, {}, told.format("parameters and buffers", 3)),
-        ("momentum", train, {"warmup_steps": 8}, told.format("optimizer state", 1)),
         ("steps", train, {"fragments": [["*"]]}, late),
     ):
         run = Groups(net=with_statistics, **{**settings, **choices})
@@ -49,8 +47,6 @@ def test_whatever_of_the_outer_state_differs_is_an_error_before_it_is_landed() -
             fragments[2]["outer"][5] += 1e-7
         elif spoiled == "buffers":
             fragments[3]["buffers"][0][1] += 1e-6
-        elif spoiled == "momentum":
-            fragments[1]["state"] = {"momentum_buffer": torch.full_like(fragments[1]["outer"], 1e-6)}
         else:
             state["counts"]["inner_steps"] = 0
         run.engines[1].load_state_dict(state)
@@ -250,52 +246,3 @@ def test_a_landing_keeps_the_share_of_the_local_values_whatever_their_dtype() ->
         assert [model.buffer_0.item() for model in models] == [5.5, 6.5]
     models, _ = played(1, 1, partial(write, more=2**-40), dtype=torch.float64, **choices)
     assert models[0].weight.tolist() == [5.5 + 2**-42] * 3, "the own share is not rounded to float32"
-
-
-def test_within_the_warmup_the_outer_model_is_the_local_one_and_who_finishes_leaves_the_mean_in_float32() -> None:
-    (model,) = (run := trained(1, 2, warmup_steps=3)).models
-    local = copied(model.state_dict())
-    with run.engines[0].evaluate():
-        assert unlike(copied(model.state_dict()), local) == []
-    models, groups = played(0, 0, print, warmup_steps=5)
-    groups.average_gradients()
-    for group, own in enumerate(models):
-        own.weight.data.copy_(torch.tensor([1.0, 1.25, 100.25]) * (1 + 2 * group))
-    groups.step()
-    groups.finish()
-    assert [own.weight.tolist() for own in models] == [[2.0, 2.5, 200.5]] * 2
-
-    models = [Counted() for _ in range(2)]
-    models[1].weight.grad = torch.full((3,), torch.inf)
-    SimulatedGroups(models, warmup_steps=1).average_gradients()
-    assert not any(own.weight.grad.isfinite().any() for own in models), "not finite in one, and so in all"  # type: ignore[union-attr]
-
-
-OTHERS = [("fp4", "fp4"), ("sparse", "fp4"), ("int2", "fp4"), ("int8", "int8"), ("fp4+memory", "fp4")]
-
-
-@pytest.mark.parametrize(("compression", "code"), OTHERS)
-def test_gradients_of_the_warmup_are_sent_as_values_of_rounds_in_four_bits_at_least(
-    compression: str, code: str
-) -> None:
-    models, codec = [mlp() for _ in range(3)], resolve(code)
-    groups = SimulatedGroups(models, warmup_steps=2, compression=compression, exchange="gather", fragments=LAYERS)
-    for model in models:
-        for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape)
-    sent = [copied({name: own.grad for name, own in model.named_parameters()}) for model in models]
-    groups.average_gradients()
-    for fragment in groups.engines[0].fragments:
-        flat = [torch.cat([own[name].flatten() for name in fragment.names]) for own in sent]
-        expected = torch.empty_like(flat[0])
-        codec.mean([(codec.encode(-own), 1.0) for own in flat], expected)
-        for model in models:
-            got = torch.cat([model.get_parameter(name).grad.flatten() for name in fragment.names])  # type: ignore[union-attr]
-            assert torch.equal(got, -expected)
-    # What is not finite in one group is so in all, though four bits cannot say it.
-    models[1].get_parameter(groups.engines[0].fragments[0].names[0]).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
-    groups.average_gradients()
-    for model in models:
-        first, *others = [model.get_parameter(own.names[0]).grad for own in groups.engines[0].fragments]
-        assert not first.isfinite().any()  # type: ignore[union-attr]
-        assert all(own.isfinite().all() for own in others)  # type: ignore[union-attr]

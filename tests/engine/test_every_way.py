@@ -18,7 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 
-from lightning_sdiloco import Carry, OuterOptimizer, RandomPairs, Ring, Selective, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import (
+    Carry,
+    DenseBeginning,
+    OuterOptimizer,
+    RandomPairs,
+    Ring,
+    Selective,
+    StreamingDiLoCo,
+    WorkerGroups,
+)
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.reduce import TwoShot
 from lightning_sdiloco.compression import COMPRESSIONS, FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold, TopK
@@ -78,7 +87,9 @@ CASES |= {
     "by link": {"compression": ByLink(MENU), "links": LINKS, "overlap_steps": 3},
     "everything": EVERYTHING,
     "everything in two shots": {**EVERYTHING, **GROWING, "compression": "int4+memory", "exchange": "two_shot"},
-    "warm-up": {"warmup_steps": 8},
+    # It lasts until the second stop; launches of two fragments coincide.
+    "dense": {"dense_beginning": DenseBeginning(3, 3, 1)},
+    "everything, dense": {**EVERYTHING, "sync_every": 4, "dense_beginning": DenseBeginning(7, 2)},
     "policies": {"schedule": Selective(0.4), "weighing": ZScore(warmup=2), "mixing": Carry()},
     "policies of a user": {"schedule": Rarer(), "weighing": Loudest(), "mixing": DelayCompensation(), "inner": "sgd"},
     "by median": {"schedule": Rarer(), "weighing": ByMedian(), "idle": is_idle},
@@ -201,33 +212,29 @@ def test_flights_land_at_a_restart_as_their_groups_would_have_landed_them(name: 
 SHORT: dict[str, Any] = {**BASE, "groups": 2}
 
 
-def test_a_warmup_of_another_number_of_steps(caplog: pytest.LogCaptureFixture) -> None:
-    def resumed(saved: Any, **choices: Any) -> Groups:
-        return Groups(**{**SHORT, **choices}).load(saved)
+@pytest.mark.parametrize("stop", range(2, 22))
+def test_a_dense_beginning_resumes_bit_for_bit_wherever_it_stops(stop: int) -> None:
+    whole = Groups(**SHORT, dense_beginning=DenseBeginning(3, 4, 2))
+    whole.until(stop)
+    resumed = whole.resumed()
+    for run in (whole, resumed):
+        run.until(stop + 14)
+    assert unlike(resumed.seen(), whole.seen()) == []
 
-    # After it nothing changes, which is said once. Within it the new one counts; one that is past ends it.
-    selective = {"schedule": Selective(0.3, 4)}
-    after = [(20, 0, 35, selective), (3, 30, 13, {}), (3, 0, 3, {})]
-    within = [(8, now, 5, {}) for now in (12, 6, 5, 0)]
-    for was, now, stop, choices in (*after, *within):
-        caplog.clear()
-        first = Groups(**{**SHORT, "warmup_steps": was, **choices})
-        first.until(stop)
-        second = resumed(first.saved(), warmup_steps=now, **choices)
-        whole = first if stop >= was else Groups(**SHORT, warmup_steps=max(now, stop + 1))
-        for run in (whole, second):
-            run.until(stop + 20)
-        assert unlike(second.seen(), whole.seen()) == []
-        told = f"warmup_steps={now} is ignored: the warm-up of this run ended after inner step {was}"
-        assert [told in one.message for one in caplog.records if "is ignored" in one.message] == [True] * (stop >= was)
-    # One that was never there is refused in the midst of rounds.
-    first = Groups(**SHORT)
-    for stop in (1, 12):
-        first.until(stop)
-        refused = rf"warmup_steps=20 .* without a warm-up.* inner step {stop}\b.*Leave warmup_steps out"
-        with pytest.raises(ValueError, match=refused):
-            resumed(first.saved(), warmup_steps=20)
-    resumed(Groups(**SHORT).saved(), warmup_steps=6)
+
+def test_a_run_of_before_goes_on_after_its_warmup_and_is_refused_inside_it() -> None:
+    run = Groups(**SHORT)
+    run.until(3)
+    saved = copy.deepcopy(run.saved())
+    for state in saved[1]:
+        state["warmup_steps"] = 3
+    after = Groups(**SHORT).load(saved)
+    assert [engine.schedule.dense for engine in after.engines] == [None, None]
+    assert [step for step in range(4, 20) if after.step()][0] == 3 + 8 + 5, "rounds are counted from its end"
+    for state in saved[1]:
+        state["warmup_steps"] = 4
+    with pytest.raises(ValueError, match=r"after 3 inner steps, inside a warm-up of 4, .* restart from the outer"):
+        Groups(**SHORT).load(saved)
 
 
 def test_engines_that_went_on_or_ended_go_back_and_what_was_requested_before_a_stop_reaches_all_groups() -> None:
@@ -365,23 +372,23 @@ def test_any_groups_and_fragments_go_on_from_the_same_outer_parameters_and_agree
     assert all(all(map(torch.equal, first, other)) for other in others)
 
 
-def test_rounds_that_start_anew_have_what_is_left_of_the_warmup_resume_bit_for_bit_and_send_all_buffers() -> None:
+def test_rounds_that_restart_have_what_is_left_of_a_dense_beginning_resume_and_send_all_buffers() -> None:
     (one,), (other,) = states()
     with pytest.raises(ValueError, match="No worker group has the files of all its ranks"):
         restart_from([[one, None], [None, other]], Settings())
     restart = restart_from(states(), Settings())
-    for warmup_steps, left in ((0, 0), (19, 0), (23, 3)):
-        whole = Groups(inner="sgd", sync_every=3, overlap_steps=1, warmup_steps=warmup_steps)
+    for rounds, left in ((10, 0), (12, 2)):
+        dense = DenseBeginning(rounds, 2, 1)
+        whole = Groups(inner="sgd", sync_every=5, overlap_steps=1, fragments=2, dense_beginning=dense)
         for engine in whole.engines:
             engine.restart(restart)
-        warm = []
-        for _ in range(7):
-            warm.append(whole.engines[0].is_warming_up)
-            whole.step()
-        assert warm == [True] * left + [False] * (7 - left)
+        landed = [step for step in range(21, 34) for _ in whole.step()]
+        expected = [own + 2 * number for number in range(left) for own in (23, 24)]
+        last = 20 + 2 * left
+        assert landed == [*expected, *(last + own for own in (6, 8, 11, 13) if last + own < 34)]
         resumed = whole.resumed()
         for run in (whole, resumed):
-            run.until(14)
+            run.until(44)
         assert unlike(resumed.seen(), whole.seen()) == []
     # All buffers travel with the first launch.
     run = Groups(net=with_statistics, sync_every=2, overlap_steps=0, mixing=0.0, fragments=[["*"]])

@@ -134,17 +134,16 @@ def test_who_never_launches_less_often_follows_the_schedule_and_no_request_waits
 
 def test_calm_phases_double_the_stride_and_a_jump_ends_them() -> None:
     models, steps = [nn.Linear(4, 1, bias=False) for _ in range(2)], []
-    choices: dict[str, Any] = {"sync_every": 10, "overlap_steps": 0, "compression": "fp32", "warmup_steps": 5, **MEAN}
+    choices: dict[str, Any] = {"sync_every": 10, "overlap_steps": 0, "compression": "fp32", **MEAN}
     choices["schedule"] = Selective(threshold=0.3, most=4)
     groups = SimulatedGroups(models, **choices)
-    for step in range(-4, 300):
+    for step in range(1, 300):
         # By what a group moves in a step that it trains: one rests in half of the steps of every second round.
         idle = [1] if step // 10 % 2 and step % 2 else []
         for group, model in enumerate(models):
             model.weight.data += (1.0 if step <= 120 else 2.0) * (group not in idle)
-        groups.average_gradients()
-        steps += [step for _ in groups.step(idle=idle)[0] if step > 0]
-    assert steps[0] == 10, "counted from the end of the warm-up"
+        steps += [step for _ in groups.step(idle=idle)[0]]
+    assert steps[0] == 10
     assert [(b - a) // 10 for a, b in zip(steps, steps[1:], strict=False)] == [1, 2, 4, 4, 4, 1, 2, 4, 4]
     # By the rates of before, who counts, norms and steps trained: one group that changes is enough, one that is absent
     # is not asked, and one that did not move has changed once it does.
@@ -427,7 +426,7 @@ def test_routes_follow_plain_loops(route: Route) -> None:
     assert torch.allclose(models[0][0].double(), local.mean(0), atol=2e-6)
 
 
-def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_end_of_the_warm_up_and_sends_to_partners_alone() -> None:
+def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_start_and_sends_to_partners_alone() -> None:
     for route in (RandomPairs(), FastestPairs(), Ring()):
         choices = MEAN if not isinstance(route, Ring) else {"mixing": 0.0}
         for compression in ("fp32", "bf16", "int8", RandomK(4, Int8())):
@@ -437,9 +436,7 @@ def test_pure_mixing_keeps_the_mean_counts_rounds_from_the_end_of_the_warm_up_an
                 groups.step(idle=range(5))
                 assert torch.allclose(stacked(models).mean(0), mean, atol=1e-6), (route, compression)
             assert stacked(models).var(0).mean() < 0.5 * variance
-    models, groups = vectors(6, route=Neighbours(), warmup_steps=1, **{**MEAN, "sync_every": 1})
-    groups.average_gradients()
-    groups.step()
+    models, groups = vectors(6, route=Neighbours(), **{**MEAN, "sync_every": 1})
     expected = begin(models, 2)
     for number in range(9):
         groups.step()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, SequentialLR
 
-from lightning_sdiloco import Carry, Landing, OuterOptimizer, StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import Carry, DenseBeginning, Landing, OuterOptimizer, StreamingDiLoCo, WorkerGroups
 from tests.bits import BIG, same_bits
 from tests.engine.groups import MEAN, Groups, Values, copied, grouped, outer_state, unlike
 from tests.ranks import run_ranks
@@ -167,7 +167,13 @@ EXACT: dict[str, tuple[int, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "two in flight": (2, {**STREAMING, "sync_every": 5, "overlap_steps": 4, "mixing": 0.25}, {}, {}),
     "independent": (2, {**STREAMING, "mixing": 1.0}, {}, {}),
     "carry": (3, STREAMING, {"carries": True}, {"mixing": Carry()}),
-    "warm-up": (2, {**STREAMING, "warmup_steps": 3}, {}, {}),
+    "dense": (2, STREAMING, {"dense": (2, 2, 1)}, {"dense_beginning": DenseBeginning(2, 2)}),
+    "dense, with a rate that halves": (
+        3,
+        {**STREAMING, "sync_every": 6},
+        {"dense": (2, 3, 2), "outer_lr": lambda number: 0.5 ** (1 + number)},
+        {"dense_beginning": DenseBeginning(2, 3, 2), "outer_optimizer": HALVES},
+    ),
     "a rate that halves": (3, STREAMING, {"outer_lr": lambda number: 0.5 ** (1 + number)}, {"outer_optimizer": HALVES}),
     "idle": (1, STREAMING, {}, {}),
 }
@@ -201,8 +207,7 @@ def differences(rank: int, world_size: int) -> dict[str, Any]:
             engine.finish()
             if off := unlike(copied(model.named_parameters()), expected.outer):
                 wrong[f"{groups} groups, {case}: at the end"] = off
-            # Of a warm-up, means of gradients land too.
-            if case != "warm-up" and engine.report()["landings"] != len(expected.landings):
+            if engine.report()["landings"] != len(expected.landings):
                 wrong[f"{groups} groups, {case}: landings"] = engine.report()["landings"]
     return wrong
 
@@ -220,23 +225,28 @@ def test_real_ranks_have_the_bits_of_the_loops() -> None:
 def test_groups_that_run_dry_and_a_schedule_follow_the_loops(data: Any, batches: list[int], warm_up: int) -> None:
     """Epochs of as many inner steps as the group with the most batches; groups train unequal micro-batches."""
     sync_every, base = data.draw(st.integers(1, 9)), data.draw(st.sampled_from([0.4, 0.7, 1.0]))
+    dense = dense_beginning = None
+    if sync_every > 1 and data.draw(st.booleans()):
+        dense_every = data.draw(st.integers(1, sync_every // 2))
+        dense = data.draw(st.integers(1, 4)), dense_every, data.draw(st.integers(0, dense_every - 1))
+        dense_beginning = DenseBeginning(*dense)
     choices = {
         "sync_every": sync_every,
         "overlap_steps": data.draw(st.integers(0, sync_every - 1)),
         "mixing": data.draw(st.sampled_from([0.0, 0.25, 0.5, 1.0])),
         "fragments": grouped(data.draw(st.integers(1, 4))),
         "outer_momentum": data.draw(st.sampled_from([0.0, 0.9])),
-        "warmup_steps": data.draw(st.sampled_from([0, 0, 1, 6])),
         "idle": lambda group, step: (step - 1) % max(1, *batches) >= batches[group],
         "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3,
     }
     rate = lambda number: min(1.0, (number + 1) / (warm_up + 1))  # noqa: E731
     schedule = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))
-    loops = {**choices, "outer_lr": lambda number: base * rate(number)}
+    loops = {**choices, "outer_lr": lambda number: base * rate(number), "dense": dense}
     own = {**choices, "outer_lr": base, "outer_optimizer": schedule, "compression": "fp32"}
+    own["dense_beginning"] = dense_beginning
     inner = data.draw(st.sampled_from(["sgd", "adamw"]))
     expected, trained = by_loops(inner, len(batches), 25, **loops), Groups(len(batches), inner, **own)
-    most = 1 + choices["warmup_steps"] + 25 // sync_every
+    most = 1 + (dense[0] if dense else 0) + 25 // sync_every
     for outer in expected.outers:
         trained.step()
         assert_same(trained.groups.outer_state_dict(), outer, most)

@@ -14,12 +14,15 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_sdiloco import Federation, OuterOptimizer
+from lightning_sdiloco import DenseBeginning, Federation, OuterOptimizer
 from lightning_sdiloco.compression import FP4, ByLink, ErrorFeedback, Int2, RandomK, Threshold
 from lightning_sdiloco.errors import AgreementError, ExchangeError, Refused
+from lightning_sdiloco.federation.codec import plain, read
 from lightning_sdiloco.federation.keys import add_keys, init_keys
 from lightning_sdiloco.federation.messages import Recorded
+from lightning_sdiloco.federation.run_config import Terms
 from lightning_sdiloco.federation.site import from_part, to_part
 from lightning_sdiloco.federation.store import MEMORY, SQLiteLedger
 from lightning_sdiloco.federation.wire import NoSpace
@@ -44,6 +47,7 @@ from tests.training import batch, mlp, train_step
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 2}
 GUARDED = {**CHOICES, "fragments": [["0.*", "2.*"], ["4.*", "6.*"]]}
 ONE_FRAGMENT = {**CHOICES, "fragments": [["*"]], "grace": 1000.0}
+FALLING = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=lambda number: 0.5**number))
 KEPT = ErrorFeedback(Threshold(1 / 16, Int2(), every=3, over="senders"))
 
 
@@ -62,8 +66,17 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         ({"compression": "sparse", "outer_optimizer": partial(DelayedNesterov, every=2)}, 0),
         ({"compression": RandomK(4, FP4())}, 1),
         ({"compression": KEPT}, 0),
+        ({"compression": RandomK(4, FP4()), "dense_beginning": DenseBeginning(5, 3)}, 0),
+        ({"compression": KEPT, "outer_optimizer": FALLING, "dense_beginning": DenseBeginning(4, 4, 1)}, 0),
     ],
-    ids=["fp4_and_clip", "sparse_and_delayed_nesterov", "random_k_and_one_absent", "kept"],
+    ids=[
+        "fp4_and_clip",
+        "sparse_and_delayed_nesterov",
+        "random_k_and_one_absent",
+        "kept",
+        "dense_and_random_k",
+        "dense_and_a_rate_that_falls",
+    ],
 )
 def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any], absent: int) -> None:
     sites = founded(3, **choices, **CHOICES)
@@ -72,6 +85,36 @@ def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dic
     train(sites, 45)
     assert equal(sites[0].held(), in_the_fixed_world(len(sites), **choices))
     assert agree(sites)
+
+
+def test_a_late_joiner_launches_as_often_as_the_round_of_the_record_says() -> None:
+    dense = {**CHOICES, "fragments": [["*"]], "dense_beginning": DenseBeginning(6, 3, 1)}
+    sites = founded(2, **dense)
+    train(sites, 10)
+    assert [own.applied.round for own in sites[0].fragments] == [3]
+    late = Site(sites[0].hub, 2, mlp(3), **dense)
+    late.engine.join()
+    sites.append(late)
+    train(sites, 24)
+    # Rounds 4 to 6 after inner steps 12, 15 and 18 of the others, round 7 after 18 + 8.
+    assert sites[0].hub.counted()[3:] == [["s0", "s1", "s2"]] * 5
+    assert [record.timings for record in sites[0].hub.records()][-1:] != []
+    launched = [own.launched_at for site in sites for own in site.fragments]
+    assert launched == [34, 34, 24]
+    assert agree(sites)
+
+
+def test_a_site_with_another_dense_beginning_is_refused_by_name_and_one_without_it_reads_old_terms() -> None:
+    sites = founded(2, **CHOICES, dense_beginning=DenseBeginning(6, 3, 1))
+    with pytest.raises(Refused, match=r"terms.dense_beginning.rounds is 5 here and 6 there"):
+        Site(sites[0].hub, 2, **CHOICES, dense_beginning=DenseBeginning(5, 3, 1))
+    with pytest.raises(Refused, match=r"terms.dense_beginning.* is missing here and"):
+        Site(sites[0].hub, 2, **CHOICES)
+    plain_terms = Terms(2, 8, 2, 1.0)
+    assert "dense_beginning" not in plain(plain_terms)
+    assert read(Terms, plain(plain_terms), "terms") == plain_terms
+    with_dense = Terms(2, 8, 2, 1.0, dense_beginning=DenseBeginning(6, 3))
+    assert read(Terms, plain(with_dense), "terms") == with_dense
 
 
 def test_a_site_weighs_by_what_it_trained() -> None:
@@ -219,8 +262,10 @@ def test_sites_and_their_hub_die_and_return_and_each_step_counts_once() -> None:
     assert run.hub.counted()[-1] == ["s0", "s1", "s2", "s3"]
 
 
-def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
-    runs = whole_run, stopped = [founded(2, **CHOICES) for _ in range(2)]
+@pytest.mark.parametrize("dense_beginning", [None, DenseBeginning(3, 4, 2)])
+def test_a_site_that_resumes_is_bitwise_that_which_never_stopped(dense_beginning: DenseBeginning | None) -> None:
+    choices = {**CHOICES, "dense_beginning": dense_beginning}
+    runs = whole_run, stopped = [founded(2, **choices) for _ in range(2)]
     # In flight, between two flights, and with what was carried while it was cut off.
     for step in (9, 12, 36):
         for sites in runs:
@@ -231,7 +276,7 @@ def test_a_site_that_resumes_is_bitwise_that_which_never_stopped() -> None:
             train(sites, step - sites[1].step)
         state = stopped[0].state()
         stopped[0].die()
-        stopped[0] = Site(stopped[1].hub, 0, mlp(5), **CHOICES)
+        stopped[0] = Site(stopped[1].hub, 0, mlp(5), **choices)
         stopped[0].resume(state)
     for sites in runs:
         train(sites, 30)

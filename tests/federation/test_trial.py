@@ -72,7 +72,8 @@ def waits(self: Follower, step: int, now: float) -> float:
 
 
 def eager(self: Progress, step: int, terms: Any, finishing: bool) -> bool:
-    return launches(self, step, SimpleNamespace(least_steps=1, sync_every=terms.sync_every), finishing)  # type: ignore[arg-type]
+    always: Any = SimpleNamespace(least_steps=lambda round: 1, steps_before=terms.steps_before)
+    return launches(self, step, always, finishing)
 
 
 def learn(self: Progress, record: Record) -> None:

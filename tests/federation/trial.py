@@ -21,6 +21,7 @@ from unittest import mock
 
 import numpy as np
 
+from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.errors import AgreementError, Malformed, Refused
 from lightning_sdiloco.federation import coordinator, ledger
 from lightning_sdiloco.federation.codec import encoded, key_of, plain
@@ -475,7 +476,8 @@ class World:
         quorum: int | ChosenQuorum = random.choice([1, 1, 2])
         if seed // 4 % 4 == 3:
             quorum = ChosenQuorum("lightning_sdiloco.DynamicBackup", {"least": LEAST})
-        self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum)
+        dense = DenseBeginning(5, 3) if seed % 10 == 3 else None
+        self.terms = Terms(3, 8, 2, grace, lease=3.0, quorum=quorum, dense_beginning=dense)
         # Sites with a loop of their own may begin to train before the hub has let them in.
         self.sites_join = seed // 2 % 4 != 0
         self.late = MergeAction.DROP if seed // 16 % 2 else MergeAction.CARRY
@@ -745,7 +747,7 @@ class Judge:
         self.deny(own.weight != len(ids) * site.samples, f"{site.name} weighs {own.weight} for {len(ids)} steps")
         call = site.follower.fragments[own.fragment].call
         is_last = call is not None and call.final
-        early = len(ids) < site.world.terms.least_steps and not site.finishing and not is_last
+        early = len(ids) < site.world.terms.least_steps(own.round) and not site.finishing and not is_last
         self.deny(early, f"{site.name} launched after {len(ids)} steps")
 
     def lands(self, site: Site, record: Record, landing: MergeAction, new: Values) -> None:

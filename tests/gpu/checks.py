@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks import quality
 from benchmarks import training as benchmark
-from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
+from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
@@ -326,9 +326,9 @@ def recorded(place: Place, rank: int, world_size: int) -> Found:
     if not place.is_cuda:
         raise NotHere("steps are recorded on CUDA")
     ours, ddp = quality.alone("0.5M", 4, seed=0)
-    warm = {**(ours.choices or {}), "warmup_steps": 10}
+    dense = {**(ours.choices or {}), "dense_beginning": DenseBeginning(3)}
     found: Found = {}
-    for name, one in {"ours": replace(ours, choices=warm), "DDP": ddp}.items():
+    for name, one in {"ours": replace(ours, choices=dense), "DDP": ddp}.items():
         models = []
         for records in (True, False):
             with patch.object(benchmark.Training, "is_recorded", records):

@@ -116,10 +116,8 @@ def fitted(
 def trained(precision: str, compiler: str | None, place: Place, rank: int, world_size: int) -> Found:
     if precision.startswith("16") and not place.is_cuda:
         raise NotHere(f"Lightning has precision={precision!r} on accelerators only")
-    # In the warm-up, gradients are averaged as the scaler has scaled them.
-    warmup = {"warmup_steps": 4} if precision == "16-mixed" else {}
     module = Regression(compiler if place.is_cuda or compiler is None else "aot_eager")
-    strategy, trainer = fitted(place, rank, module, precision=precision, **warmup)
+    strategy, trainer = fitted(place, rank, module, precision=precision)
     losses = [float(loss) for loss in module.losses]
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     assert all(map(torch.isfinite, torch.tensor(losses))), losses

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection
 
-from lightning_sdiloco import OuterOptimizer
+from lightning_sdiloco import DenseBeginning, OuterOptimizer
 from lightning_sdiloco.algorithm.config import recommended
 from lightning_sdiloco.engine import checkpoint as files
 from tests import fits
@@ -197,7 +197,8 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     def fit(rounds: int = 5, **more: Any) -> Trained:
         schedule = partial(CosineAnnealingLR, T_max=rounds)
         outer = OuterOptimizer(lr_schedule=schedule, clip_norm=0.05, outlier_guard=1.02)
-        choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2", "warmup_steps": 3}
+        choices: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": "strided:2"}
+        choices["dense_beginning"] = DenseBeginning(2, 2)
         make = partial(traced, inner="muon", net=Tokens)
         choices["trainer_choices"] = {"precision": "bf16-true"}
         return run_fit(rank, 4, OTHER, 14, make=make, outer_optimizer=outer, **{**choices, **more})
@@ -207,8 +208,9 @@ def test_a_bfloat16_transformer_with_muon_resumes_through_a_link_to_the_newest_f
     plain, last = fit(), tmp_path / "last.ckpt"
     assert plain["report"]["landings"] > 2
     assert_resumed(fit(callbacks=[*keep, at({9: save(tmp_path / "9")}, OTHER)]), plain, 0)
-    # It keeps the warm-up that it had.
-    assert_resumed(fit(path=tmp_path / "9", warmup_steps=4), plain, 9)
+    # It keeps the dense beginning that it had.
+    assert_resumed(fit(path=tmp_path / "9", dense_beginning="auto"), plain, 9)
+    assert "dense_beginning was DenseBeginning(rounds=2" in refusal(fit, path=last, dense_beginning=None)
     assert_resumed(fit(path=last), plain, 12)
     assert "another outer_optimizer.lr_schedule: it was CosineAnnealingLR" in refusal(fit, 6, path=last)
     # The file holds the outer model in the dtypes of its parameters, and the folder the float32 values.

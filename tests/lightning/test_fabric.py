@@ -1,4 +1,4 @@
-"""Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer checkpoints; warm-ups."""
+"""Loops of Fabric: the bits of the engine in a plain loop, DDP inside the group only, outer checkpoints."""
 
 import gc
 import importlib
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_sdiloco import Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
+from lightning_sdiloco import DenseBeginning, Federation, StreamingDiLoCo, StreamingDiLoCoFabricStrategy, WorkerGroups
 from lightning_sdiloco import pytorch_lightning as other_distribution
 from lightning_sdiloco.federation.memory import InProcessHub
 from lightning_sdiloco.federation.messages import Record
@@ -23,9 +23,10 @@ from tests.engine.groups import regression
 from tests.fits import play, refusal
 from tests.ranks import agreed, in_ranks, run_ranks
 from tests.scripts import run_script
-from tests.training import LAYERS, batch, inner_optimizer, mlp, train_step
+from tests.training import LAYERS, batch, inner_optimizer, mlp
 
 CHOICES: dict[str, Any] = {"sync_every": 4, "overlap_steps": 2, "fragments": LAYERS}
+DENSE = DenseBeginning(rounds=2, sync_every=2)
 STEPS = 11
 STRATEGIES = {
     "lightning.fabric": StreamingDiLoCoFabricStrategy,
@@ -58,10 +59,10 @@ def halves(rank: int, world_size: int, step: int) -> Any:
 
 
 def in_fabric(
-    rank: int, world_size: int, distribution: str, path: Path, steps: range = range(1, STEPS + 1), warmup_steps: int = 3
+    rank: int, world_size: int, distribution: str, path: Path, steps: range = range(1, STEPS + 1)
 ) -> dict[str, Tensor]:
     """A loop that begins with a checkpoint, or leaves one, unless it is played whole."""
-    fabric = fabric_of(world_size, distribution, warmup_steps=warmup_steps)
+    fabric = fabric_of(world_size, distribution, dense_beginning=DENSE)
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
     state = {"model": model, "optimizer": optimizer}
     if steps.start > 1:
@@ -91,7 +92,9 @@ def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
     groups = WorkerGroups(2)
     model = DistributedDataParallel(net := mlp(rank), process_group=groups.process_group)
     optimizer = inner_optimizer("adamw", model)
-    engine = StreamingDiLoCo(model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES, warmup_steps=3)
+    engine = StreamingDiLoCo(
+        model, worker_groups=groups, inner_optimizers=[optimizer], **CHOICES, dense_beginning=DENSE
+    )
     for step in range(1, STEPS + 1):
         parts = halves(rank, world_size, step)
         if not parts:
@@ -101,7 +104,6 @@ def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
         with model.no_sync():
             (nn.functional.mse_loss(model(x), y) / 2).backward()
         (nn.functional.mse_loss(model(other_x), other_y) / 2).backward()
-        engine.average_gradients()
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -112,9 +114,9 @@ def in_plain_loop(rank: int, world_size: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(("ranks", "distribution"), [(2, "lightning_fabric"), (4, "lightning.fabric")])
 def test_a_loop_of_fabric_gives_the_bits_of_a_plain_one(ranks: int, distribution: str, tmp_path: Path) -> None:
-    """Also where it is resumed in a warm-up, without one of its own."""
+    """Also where it is resumed in a dense beginning."""
     loop = partial(in_fabric, distribution=distribution, path=tmp_path / "a.ckpt")
-    resumed = partial(loop, steps=range(3, STEPS + 1), warmup_steps=0)
+    resumed = partial(loop, steps=range(3, STEPS + 1))
     cases = {"whole": loop, "saved": partial(loop, steps=range(1, 3)), "resumed": resumed}
     played, (expected, *_) = play(ranks, cases), run_ranks(in_plain_loop, ranks)
     assert [same(actual, expected) for name in ("whole", "resumed") for actual in played[name]] == [True] * 2 * ranks
@@ -303,16 +305,6 @@ def test_processes_start_by_the_name_of_the_strategy(name: str, tmp_path: Path) 
     assert told.count("True 2") == 2, (tmp_path / "stderr").read_text()
 
 
-def test_a_loop_that_forgets_the_gradients_of_a_warmup_is_told_before_groups_drift_apart() -> None:
-    optimizer = inner_optimizer("sgd", model := mlp())
-    engine = StreamingDiLoCo(model, warmup_steps=1)
-    train_step(model, optimizer, 0, 1)
-    told = refusal(engine.step, kind=RuntimeError)
-    engine.close()
-    assert "Inner step 1 belongs to the warm-up" in told
-    assert "average_gradients" in told
-
-
 def with_another_head(rank: int, world_size: int) -> dict[str, Tensor]:
     fabric = fabric_of(world_size, fragments="strided:1")
     model, optimizer = fabric.setup(net := mlp(rank), inner_optimizer("adamw", net))
@@ -353,7 +345,7 @@ def test_two_models_of_two_fabrics_train_together_as_each_does_alone() -> None:
     def trained(rank: int, world_size: int, seeds: tuple[int, ...]) -> list[dict[str, Tensor]]:
         fabrics, models, optimizers = [], [], []
         for seed in seeds:
-            fabric = fabric_of(world_size, warmup_steps=5)
+            fabric = fabric_of(world_size, dense_beginning=DENSE)
             model, optimizer = fabric.setup(net := mlp(seed), inner_optimizer("adamw", net))
             fabrics.append(fabric)
             models.append(model)

@@ -31,7 +31,7 @@ from tests.own_quorum import Core
 def test_a_strategy_refuses_by_name_what_a_federation_cannot_do() -> None:
     federation = lightning_sdiloco.Federation("hub:1", "run", "a", insecure=True)
     choices: list[tuple[str, Any]] = [(name, "auto") for name in ("sync_every", "compression")]
-    choices += [("exchange", "two_shot"), ("exchange", "auto:nccl"), ("warmup_steps", 10), ("evaluate", "mean")]
+    choices += [("exchange", "two_shot"), ("exchange", "auto:nccl"), ("evaluate", "mean")]
     for name, value in (*choices, ("resume", "restart"), ("worker_groups", 2)):
         told = refusal(StreamingDiLoCoStrategy, federation=federation, **{name: value})
         assert f"{name}={value!r} does not work with a federation" in told

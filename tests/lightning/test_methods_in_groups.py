@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
-from time import sleep
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import (
     Carry,
+    DenseBeginning,
     DropCompute,
     FastestPairs,
     RandomPairs,
@@ -24,8 +24,9 @@ from lightning_sdiloco import (
     TwoShot,
 )
 from lightning_sdiloco.compression import ByLink, ErrorFeedback, Int2, Threshold, TopK
-from lightning_sdiloco.engine.flight import Pending
-from lightning_sdiloco.lightning import fit as fit_module
+from lightning_sdiloco.lightning import options as options_module
+from lightning_sdiloco.lightning.options import Options
+from lightning_sdiloco.planning.link import Link
 from tests import fits, sharded
 from tests.engine.groups import Groups, regression
 from tests.fits import said_by, whole
@@ -176,47 +177,60 @@ def test_a_trainer_does_what_the_simulation_does_with_every_policy(tmp_path: Pat
 
 
 @in_ranks(4)
-def test_four_groups_begin_with_the_mean_of_their_gradients_where_the_length_of_the_fit_is_known(
+def test_four_groups_begin_with_dense_rounds_as_short_as_the_link_hides(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = said_by("lightning_sdiloco.lightning.options", "lightning_sdiloco.lightning.fit")
+    said = said_by("lightning_sdiloco.lightning.options")
+    # An inner step of a second, and links of which each rank measures another one.
+    links = [Link(gbit_s=1.0, round_trip=0.001)]
+    monkeypatch.setattr(options_module, "measure_link", lambda *_: links[0] if rank == 0 else Link(1e-9, 0.1))
+    monkeypatch.setattr(Options, "step_time", lambda options: 1.0)
+    chosen_at, choose = list[int](), StreamingDiLoCo.choose
 
-    def fit(steps: int, path: Path | None = None, save: Path | None = None, **choices: Any) -> tuple[int, list[Tensor]]:
-        """Returns how long the warm-up was, and what was learnt."""
+    def noted(engine: StreamingDiLoCo, settings: Any) -> None:
+        chosen_at.append(engine.inner_steps)
+        choose(engine, settings)
+
+    monkeypatch.setattr(StreamingDiLoCo, "choose", noted)
+
+    def fit(
+        path: Path | None = None, save: Path | None = None, steps: int = 240, **choices: Any
+    ) -> tuple[DenseBeginning | None, list[Tensor]]:
+        """Returns the dense beginning of a fit, and what was learnt."""
         strategy = fits.strategy(**{"sync_every": 20, **choices})
         trainer = fits.trainer(strategy=strategy, devices=4, max_steps=steps)
         model = fits.module()
         trainer.fit(model, fits.batches(rank), ckpt_path=path)
         if save is not None:
             trainer.save_checkpoint(save)
-        return strategy.schedule.warmup_steps, [parameter.detach().clone() for parameter in model.parameters()]
+        return strategy.schedule.dense, [parameter.detach().clone() for parameter in model.parameters()]
 
-    planned, choose = list[int](), StreamingDiLoCo.choose
-
-    def noted(engine: StreamingDiLoCo, settings: Any) -> None:
-        planned.append(engine.inner_steps)
-        choose(engine, settings)
-
-    monkeypatch.setattr(StreamingDiLoCo, "choose", noted)
-    # A machine with other work may be as slow as a link.
-    monkeypatch.setattr(fit_module, "_MOST_WAITED", 1.0)
-    chosen, values = fit(220, save=tmp_path / "warm.ckpt")
-    asked, expected = fit(220, warmup_steps=22)
-    assert (chosen, asked) == (22, 22)
+    chosen, values = fit(save=tmp_path / "dense.ckpt")
+    assert chosen_at == [3], "before the first launch would be due"
+    told = r"DenseBeginning\(rounds=6.*first 24 of the 240 inner steps .* 10 %.* 4 groups exchange every 4 .* 1 Gbit/s"
+    assert rank or re.search(told, said[0])
+    asked, expected = fit(dense_beginning=DenseBeginning(6))
+    assert (chosen, asked) == (DenseBeginning(6), DenseBeginning(6))
     assert all(map(torch.equal, values, expected))
-    assert rank or re.search("warmup_steps=22, 10 % of the 220 inner steps .* 4 groups .*: each sends", said[0])
-    # A run that goes on keeps the one that it had, and none begins in its midst; a few steps have none.
-    assert fit(240, tmp_path / "warm.ckpt")[0] == 22
-    assert fit(90, save=tmp_path / "cold.ckpt")[0] == fit(240, tmp_path / "cold.ckpt")[0] == 0
+    # A run that goes on has what its checkpoint has, whatever the length of the fit; a short one begins without.
+    assert fit(tmp_path / "dense.ckpt", steps=260)[0] == chosen
+    assert fit(save=tmp_path / "short.ckpt", steps=80)[0] is None
+    assert fit(tmp_path / "short.ckpt", steps=260)[0] is None
     assert len(said) == (rank == 0)
-    # What is measured in its first steps, and chosen then, goes together with it.
-    for choices, steps in (({"sync_every": "auto"}, 22), ({"compression": "auto", "warmup_steps": 12}, 12)):
-        warmup, values = fit(220, **choices)
-        assert planned.pop() < warmup == steps, "the planner has chosen, in the warm-up"
-        assert agreed({str(index): value for index, value in enumerate(values)})
-    # Where the link is too slow for gradients, it ends soon.
-    monkeypatch.undo()
-    result = Pending.result
-    monkeypatch.setattr(Pending, "result", lambda pending: (sleep(0.02), result(pending))[1])
-    assert fit(220)[0] == 9
-    assert rank or "ends after 9 inner steps, not after 22: training waits for gradients" in said[-1]
+    # A slower link gets longer rounds, and one that is too slow for them none.
+    links[0] = Link(gbit_s=1e-6, round_trip=0.001)
+    chosen, values = fit()
+    assert (chosen, agreed({str(index): value for index, value in enumerate(values)})) == (DenseBeginning(3, 8), True)
+    links[0] = Link(gbit_s=3e-7, round_trip=0.001)
+    chosen, values = fit()
+    _, expected = fit(dense_beginning=None)
+    assert chosen is None
+    assert all(map(torch.equal, values, expected))
+    assert rank or "Chosen: dense_beginning=None, because training would wait for the link" in said[-1]
+    # What the planner chooses is chosen together with it; a sync_every after more inner steps.
+    links[0] = Link(gbit_s=1.0, round_trip=0.001)
+    assert fit(compression="auto")[0] == DenseBeginning(6)
+    assert chosen_at[-1] == 3
+    chosen, _ = fit(steps=600, sync_every="auto")
+    assert chosen is None or chosen.sync_every > chosen_at[-1]
+    assert chosen_at[-1] == 8

@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_sdiloco import FP4, Compression, OuterOptimizer, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import (
+    FP4,
+    Compression,
+    DenseBeginning,
+    OuterOptimizer,
+    RandomPairs,
+    Selective,
+    SimulatedGroups,
+    StreamingDiLoCo,
+)
 from lightning_sdiloco import StreamingDiLoCoFabricStrategy as FabricStrategy
 from lightning_sdiloco import StreamingDiLoCoModelParallelStrategy as ModelParallelStrategy
 from lightning_sdiloco import StreamingDiLoCoStrategy as FirstStrategy
@@ -98,9 +107,16 @@ OF_ANOTHER_TYPE: Table = [
     ({"timeout": 60}, "^timeout=60 is of type int, not timedelta: it must be a positive timedelta"),
     ({"timeout": 30}, "Choose another timeout; datetime.timedelta(seconds=30) is that number of seconds."),
     (
-        {"warmup_steps": -1},
-        "^warmup_steps=-1 is out of range: it must be a whole number of at least 0. ... 0 is no warm-up.",
+        {"warmup_steps": 10},
+        "^warmup_steps=10 is no longer an argument: a dense beginning takes its place ... DenseBeginning(rounds=",
     ),
+    ({"dense_beginning": 3}, "^dense_beginning=3 is not a DenseBeginning. Give one, such as"),
+    (
+        {"dense_beginning": DenseBeginning(3), "sync_every": 7},
+        "^dense_beginning=DenseBeginning(rounds=3, ... sync_every=7: its own sync_every must be at most half as large",
+    ),
+    ({"dense_beginning": DenseBeginning(3), "schedule": Selective()}, "does not work with schedule=Selective("),
+    ({"dense_beginning": DenseBeginning(3), "route": RandomPairs()}, "does not work with route=RandomPairs("),
     *(({"exchange": name}, f"^exchange={name!r} is unknown ... 'gloo'") for name in ("glo", ":glo", "auto:glo")),
     ({"compression": FP4}, "compression=<class ... not the class itself"),
     ({"outer_optimizer": torch.optim.SGD([torch.zeros(1)])}, f"of type SGD is already an optimizer ... {OPTIMIZER}"),

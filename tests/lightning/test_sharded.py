@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import GPT, next_byte_loss
-from lightning_sdiloco import StreamingDiLoCo
+from lightning_sdiloco import DenseBeginning, StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
@@ -137,15 +137,16 @@ def test_what_happens_inside_a_group_does_not_change_the_outer_parameters() -> N
             counted = ("inner_steps", "launches", "landings")
             assert [key for key in counted if rank["report"][key] != of_one[key]] == []
 
-    warm = partial(plain, warmup_steps=6)
-    alone = play(2, {"plain": plain, "float64": partial(plain, net=of_two_dtypes), "warm": warm})
-    of_one, in_double, warmed = (ranks[0] for ranks in alone.values())
+    dense_beginning = DenseBeginning(2, 2)
+    dense = partial(plain, dense_beginning=dense_beginning)
+    alone = play(2, {"plain": plain, "float64": partial(plain, net=of_two_dtypes), "dense": dense})
+    of_one, in_double, of_dense = (ranks[0] for ranks in alone.values())
     four = {"tensor": partial(fit, **OF_TENSORS), "float64": partial(fit, **OF_DATA, net=of_two_dtypes)}
-    four |= {"warm": warm, "warm shards": partial(fit, **OF_DATA, warmup_steps=6)}
+    four |= {"dense": dense, "dense shards": partial(fit, **OF_DATA, dense_beginning=dense_beginning)}
     ranks = play(4, {**four, "loop": loop_of_your_own})
     assert_alike(ranks["tensor"], of_one)
-    for rank in ranks["warm"] + ranks["warm shards"]:
-        assert distance(rank["outer"], warmed["outer"]) < 1e-5
+    for rank in ranks["dense"] + ranks["dense shards"]:
+        assert distance(rank["outer"], of_dense["outer"]) < 1e-5
     for outer in ranks["loop"]:
         assert distance(outer, of_one["outer"]) < 1e-5
     for rank in ranks["float64"]:

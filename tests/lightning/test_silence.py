@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.nn.functional import all_gather
 from torchmetrics import MeanMetric
 
+from lightning_sdiloco import DenseBeginning
 from tests import fits
 from tests.fits import LIGHTNING, fit, said_by
 from tests.lightning.test_checkpoint import saving
@@ -105,7 +106,7 @@ def gathered(tensor: Tensor) -> Tensor:
 def test_a_gather_over_all_ranks_in_every_batch_is_said_once(rank: int, tmp_path: Path) -> None:
     """In fits that normalise, measure and log over all ranks, validate, save and may stop; and in loops of Fabric."""
     said = said_by("lightning_sdiloco")
-    chosen: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "warmup_steps": 2}
+    chosen: dict[str, Any] = {"sync_every": 4, "overlap_steps": 1, "dense_beginning": DenseBeginning(2, 2)}
 
     def of_trainer(distribution: str, groups: int, every: int, manual: bool) -> None:
         def training_step(self: Any, parts: tuple[Tensor, Tensor], index: int) -> Tensor:

@@ -169,7 +169,7 @@ def test_rank_0_says_how_many_rounds_fit_and_the_most_steps_that_give_ten(rank: 
 
 @in_ranks(1)
 def test_fits_in_two_threads_of_a_single_process_train_as_each_does_alone(rank: int) -> None:
-    choices = {"sync_every": 4, "overlap_steps": 2, "fragments": 2, "warmup_steps": 0}
+    choices = {"sync_every": 4, "overlap_steps": 2, "fragments": 2}
 
     def fit(net: nn.Module) -> Any:
         # Made beforehand, because threads share random numbers.

@@ -282,9 +282,6 @@ CASES = {
     "no batch of those announced": case(
         (3, 3), [3, 3], (3, 3), later=(3, 0), says=(UNLOGGED, "epoch 1 after 0"), choices={"sync_every": 20}
     ),
-    # A group that has run dry takes part in the gradients of the others in a warm-up.
-    "warm-up": case((4, 7), [5, 5], (9, 9), choices={"warmup_steps": 20}),
-    "warm-up by hand": case((4, 7), [5, 5], (9, 9), steps=20, choices={"warmup_steps": 20}, make=gan),
     # What idle batches count.
     "accumulation": case((5, 30), [18, 12], steps=10, accumulate_grad_batches=3),
     "manual optimization": case((5, 25), [10, 8], steps=36, make=gan),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
+from lightning_sdiloco import DenseBeginning, StreamingDiLoCo, WorkerGroups
 from tests import fits
 from tests.bits import fingerprints
 from tests.fits import LIGHTNING, OTHER, Announced, at, save
@@ -66,7 +66,7 @@ class Example(NamedTuple):
             "mixing": chance.choice([0.0, 0.2, 1.0]),
             "fragments": chance.choice([1, 2, "strided:1"]),
             "compression": chance.choice(["fp32", "fp4"]),
-            "warmup_steps": chance.choice([0, 0, 3]),
+            "dense_beginning": chance.choice([None, None, DenseBeginning(2, 2)]),
             "untrained": untrained,
         }
         return cls(number, groups, size, parts, chance.randrange(1, END), choices)
@@ -181,7 +181,6 @@ def in_plain_loop(rank: int, world_size: int, example: Example, path: Path, step
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, example.batch(rank, step)).backward()
-        engine.average_gradients()
         optimizer.step()
         engine.step()
         if step % VALIDATES_EVERY == 0:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
+from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine.shards import trainable
@@ -33,14 +33,15 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
     choices: dict[str, Any] = {"sync_every": 5, "overlap_steps": 2, "fragments": LAYERS}
     wrong = {}
     for compression, groups in (("fp32", 2), ("bf16", 3), ("fp4", 2), ("fp4", 3), ("sparse", 3)):
-        for warmup_steps, steps in ((0, 23), (4, 23), (4, 4), (4, 3)):
-            own = {**choices, "compression": compression, "warmup_steps": warmup_steps}
+        for rounds, steps in ((0, 23), (4, 23), (4, 4), (4, 9)):
+            dense = DenseBeginning(rounds, 2) if rounds else None
+            own = {**choices, "compression": compression, "dense_beginning": dense}
             run = Engines(groups, "sgd", **own)
             run.until(steps)
             run.groups.finish()
             planned = Streaming(MLP, Settings(**own), Groups(1.0, groups)).bytes_in(steps)
             if planned != (sent := run.engines[0].report()["bytes_sent"]):
-                wrong[compression, groups, warmup_steps, steps] = planned, sent
+                wrong[compression, groups, rounds, steps] = planned, sent
     assert wrong == {}
 
 
