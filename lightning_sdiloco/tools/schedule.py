@@ -1,12 +1,18 @@
 """Runs ``sdiloco schedule``: prints after which inner steps fragments launch and land."""
 
 from lightning_sdiloco.algorithm.config import Settings, overlap_for
-from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.planning.link import require
 
 
 def schedule(
-    sync_every: int = 100, overlap_steps: int | None = None, fragments: int = 8, first: int = 1, last: int | None = None
+    sync_every: int = 100,
+    overlap_steps: int | None = None,
+    fragments: int = 8,
+    first: int = 1,
+    last: int | None = None,
+    dense_rounds: int = 0,
+    dense_sync_every: int = 4,
 ) -> str:
     """Print after which inner steps fragments launch and land.
 
@@ -17,6 +23,8 @@ def schedule(
         fragments: Number of fragments.
         first: First inner step of the table.
         last: Last inner step of the table. By default the table shows two rounds.
+        dense_rounds: Rounds of the dense beginning, if the run has one.
+        dense_sync_every: Inner steps between two launches of the same fragment in these.
 
     Examples:
         $ sdiloco schedule --sync-every 20 --overlap-steps 5 --fragments 4
@@ -30,10 +38,13 @@ def schedule(
           12  0         -
     """
     overlap_steps = overlap_for(sync_every, overlap_steps)
-    Settings(sync_every=sync_every, overlap_steps=overlap_steps)
+    require(dense_rounds >= 0, "dense_rounds", dense_rounds, "at least 0")
+    dense = DenseBeginning(dense_rounds, dense_sync_every) if dense_rounds else None
+    settings = Settings(sync_every=sync_every, overlap_steps=overlap_steps, dense_beginning=dense)
     require(fragments >= 1, "fragments", fragments, "at least 1")
     require(first >= 1, "first", first, "at least 1")
+    shown = settings.schedule_of(fragments)
     if last is None:
-        last = first + 3 * sync_every - 2 + overlap_steps
+        last = first + shown.dense_steps + 3 * sync_every - 2 + overlap_steps
     require(last >= first, "last", last, f"at least {first}, which is the first")
-    return Schedule(sync_every, overlap_steps, fragments).table(first, last)
+    return shown.table(first, last)

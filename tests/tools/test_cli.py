@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_sdiloco.algorithm.config import Settings, recommended
-from lightning_sdiloco.algorithm.schedule import Schedule
+from lightning_sdiloco.algorithm.schedule import DenseBeginning, Schedule
 from lightning_sdiloco.planning.paper import table_4
 from lightning_sdiloco.tools import cli
 from lightning_sdiloco.tools.cli import COMMANDS
@@ -31,6 +31,9 @@ def test_schedule_prints_launches_and_landings() -> None:
     # A default gives way to what is given.
     assert command.told("schedule", "--sync-every=4", "--fragments=2") == Schedule(4, 3, 2).table() + "\n"
     assert command.told("schedule", "--sync-every=1", "--fragments=1") == Schedule(1, 0, 1).table() + "\n"
+    dense = Schedule(20, 5, 4, DenseBeginning(3, 6)).table() + "\n"
+    options = ("--sync-every=20", "--fragments=4", "--dense-rounds=3", "--dense-sync-every=6")
+    assert command.told("schedule", *options) == dense
     # Without a last step every fragment launches and lands twice.
     steps, *columns = zip(*(line.split() for line in ran("schedule", "--first=1000").out.splitlines()[1:]), strict=True)
     assert int(steps[0]) >= 1000
