@@ -175,12 +175,14 @@ def test_a_compression_knows_no_other_one_and_the_rules_of_a_federation_no_clock
     assert {member: SOURCE.imports[member] - bases for member in members if SOURCE.imports[member] - bases} == {}
     assert SOURCE.imports[f"{NAME}.compression.base"] <= ground
     clocks_and_files = {"time", "datetime", "random", "secrets", "os", "pathlib", "socket", "threading", "asyncio"}
+    arithmetic = [f"{NAME}.algorithm.{name}" for name in ("schedule", "weighting")]
     for module in RULES:
         assert tops_of(module) & clocks_and_files == set(), module
-        assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", f"{NAME}.algorithm.weighting"}, module
-    pure = {"abc", "collections", "dataclasses", "functools", "math", "operator", "statistics", "struct", "typing"}
-    assert tops_of(f"{NAME}.algorithm.weighting") <= {*pure, "typing_extensions", NAME}
-    assert SOURCE.imports[f"{NAME}.algorithm.weighting"] == {f"{NAME}.errors"}
+        assert SOURCE.imports[module] <= {*RULES, f"{NAME}.errors", *arithmetic}, module
+    pure = {"abc", "collections", "dataclasses", "functools", "itertools", "math", "operator", "re", "statistics"}
+    for module in arithmetic:
+        assert tops_of(module) <= {*pure, "struct", "typing", "typing_extensions", NAME}, module
+        assert SOURCE.imports[module] <= {f"{NAME}.errors"}, module
 
 
 def test_nothing_that_another_rank_or_the_network_sends_is_unpickled() -> None:

@@ -1,6 +1,5 @@
 """When fragments launch and land: arithmetic on the number of the inner step, and on what all groups heard."""
 
-import ast
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -86,8 +85,8 @@ class DenseBeginning:
             >>> DenseBeginning.read(repr(DenseBeginning(rounds=3))) == DenseBeginning(rounds=3)
             True
         """
-        found = re.findall(r"(\w+)=(\d+|None)", text)
-        return DenseBeginning(**{name: ast.literal_eval(value) for name, value in found}) if found else None
+        found = dict(re.findall(r"(\w+)=(\d+)", text))
+        return DenseBeginning(**{name: int(value) for name, value in found.items()}) if found else None
 
 
 @dataclass(frozen=True)
@@ -142,11 +141,6 @@ class Schedule:
     def first_launch(self) -> int:
         """The inner step after which the first fragment launches."""
         return self.dense.sync_every if self.dense else self.sync_every
-
-    @property
-    def most_overlap(self) -> int:
-        """The most inner steps between a launch and its landing."""
-        return max(self.overlap_steps, self._dense_overlap)
 
     @property
     def _dense_overlap(self) -> int:
