@@ -269,8 +269,7 @@ class Rounds:
 
     def land_due(self, step: int) -> Iterator[Landing]:
         """Lands the flights that were launched ``overlap_steps`` ago (lines 8 to 12), and prefetches for the next."""
-        landings = sum([flight.launch.step + self._overlap(flight.launch) <= step for flight in self.flights])
-        for _ in range(landings):
+        while self.flights and self._lands_at(self.flights[0].launch) <= step:
             yield self._landed(self.flights.pop(0), step)
         if self.storage.prefetches:
             for index in self.due(step + 1):
@@ -291,11 +290,9 @@ class Rounds:
         """Returns the inner steps since the first of them that is not counted in the dense beginning."""
         return step - self.began_at - self.schedule.dense_steps
 
-    def _overlap(self, launch: Launch) -> int:
-        """Returns how many inner steps a flight takes; at the end of training, none for what is no round."""
-        if launch.purpose is not Purpose.ROUND:
-            return 0
-        return self.schedule.overlap_of(launch.step - self.began_at)
+    def _lands_at(self, launch: Launch) -> int:
+        """Returns the inner step after which a flight lands. Flights land in the order of their launches."""
+        return launch.step + self.schedule.overlap_of(launch.step - self.began_at)
 
     def start(self, launch: Launch, began: float) -> None:
         """Starts the flight of a launch that began at a time."""

@@ -335,8 +335,11 @@ class Options:
         return bool(self.open) and (len(self._times) > STEPS or launch_in <= 1)
 
     def step_time(self) -> float:
-        times = self._times[FIRST:] if len(self._times) > STEPS else self._times
-        return max(1e-6, median(later - earlier for earlier, later in zip(times, times[1:], strict=False)))
+        """Returns how long an inner step takes: the usual one, or while there are few of them the shortest."""
+        is_settled = len(self._times) > STEPS
+        times = self._times[FIRST:] if is_settled else self._times
+        seconds = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return max(1e-6, median(seconds) if is_settled else min(seconds, default=0.0))
 
     def choose(self, model: nn.Module, topology: Topology) -> None:
         """Measures the link, and adopts what the planner recommends for what is open. All ranks must call it."""

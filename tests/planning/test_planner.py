@@ -11,13 +11,15 @@ from torch import nn
 
 from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.compression import ByLink
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.planning import planner
 from lightning_sdiloco.planning.link import Line, Link
-from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, play
+from lightning_sdiloco.planning.methods import Absence, DataParallel, Streaming, _timetable, play
 from lightning_sdiloco.planning.paper import GRID, METHODS, MODELS, TABLE_4, TARGETS, table_4
 from lightning_sdiloco.planning.workload import Groups, Model
+from tests.algorithm.test_schedule import schedules
 from tests.engine.groups import Groups as Engines
 from tests.engine.groups import outer_state
 from tests.fits import fit, module
@@ -43,6 +45,28 @@ def test_the_bytes_of_a_run_are_those_that_the_engine_counts() -> None:
             if planned != (sent := run.engines[0].report()["bytes_sent"]):
                 wrong[compression, groups, rounds, steps] = planned, sent
     assert wrong == {}
+
+
+@settings(deadline=None)
+@given(schedule=schedules(), steps=st.integers(0, 60))
+def test_what_is_played_is_the_schedule(schedule: Schedule, steps: int) -> None:
+    expected = []
+    for step in range(1, steps + 1):
+        expected += [(step, False, fragment) for fragment in schedule.launches(step)]
+        expected += [(step, True, fragment) for fragment in schedule.landings(step)]
+    assert _timetable(schedule, steps) == expected
+
+
+def test_a_dense_beginning_needs_a_faster_link_and_memory_for_more_flights_while_it_lasts() -> None:
+    model, groups = Model.of_size(10**8, layers=24), Groups(1.0, 4)
+    plain, dense = (
+        Streaming(model, Settings(dense_beginning=own, fragments=8), groups) for own in (None, DenseBeginning(20))
+    )
+    # Four fragments of eight launch in two inner steps, in place of one in five.
+    assert dense.peak_gbit_s == pytest.approx(plain.peak_gbit_s * 4 * 5 / 2)
+    assert dense.memory.device_bytes > 2 * plain.memory.device_bytes
+    assert dense.bytes_in(1000) == plain.bytes_in(1000 - 80) + dense.dense_bytes
+    assert dense.utilisation(Link(1.0)) == plain.utilisation(Link(1.0))
 
 
 def test_the_bytes_of_a_group_of_several_ranks_are_those_of_its_ranks_together() -> None:
