@@ -101,28 +101,10 @@ def momentum_for(least: float) -> float:
     return round(max(0.5, min(0.9, 1 - 1.5 / max(1.0, least))), 2)
 
 
-FEWEST_FOR_DENSE = 4
-"""The number of groups from which on a dense beginning is chosen."""
-
-_MANY_FOR_DENSE = 8
-
-_FEWEST_DENSE_ROUNDS = 3
-
-
-def dense_share(num_groups: int, steps: float) -> float:
-    """Returns which share of the inner steps of a run is its dense beginning; see docs/choosing.md.
-
-    Examples:
-        >>> [dense_share(groups, 4000) for groups in (2, 4, 7, 8, 64)]
-        [0.0, 0.1, 0.1, 0.2, 0.2]
-    """
-    if num_groups < FEWEST_FOR_DENSE or not 0 < steps < math.inf:
-        return 0.0
-    return 0.1 if num_groups < _MANY_FOR_DENSE else 0.2
-
-
 def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: int = 4) -> DenseBeginning | None:
     """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None: there is none.
+
+    It is a tenth of the inner steps with four groups and more, and a fifth with eight and more; see docs/choosing.md.
 
     Examples:
         >>> dense_for(4, 4000, Settings()), dense_for(8, 4000, Settings(), 8).rounds
@@ -130,16 +112,21 @@ def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: i
         >>> dense_for(2, 4000, Settings()), dense_for(4, 100, Settings()), dense_for(4, 4000, Settings(sync_every=7))
         (None, None, None)
     """
-    share = dense_share(num_groups, steps)
-    is_free = settings.schedule is None and settings.shares and settings.outer.make is None
-    if not share or not is_free or 2 * sync_every > settings.sync_every:
+    decides_itself = settings.schedule is not None or not settings.shares or settings.outer.make is not None
+    if decides_itself or num_groups < _FEWEST_FOR_DENSE or not 0 < steps < math.inf:
         return None
+    if 2 * sync_every > settings.sync_every:
+        return None
+    share = 0.1 if num_groups < _MANY_FOR_DENSE else 0.2
     rounds = round(share * steps) // sync_every
     return DenseBeginning(rounds, sync_every) if rounds >= _FEWEST_DENSE_ROUNDS else None
 
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
+
+# Numbers of groups from which on a dense beginning is chosen, and a longer one; and its fewest rounds.
+_FEWEST_FOR_DENSE, _MANY_FOR_DENSE, _FEWEST_DENSE_ROUNDS = 4, 8, 3
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")

@@ -223,6 +223,10 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         hub_mean=code_of(settings) if federation.mean == "hub" else None,
         dense_beginning=settings.dense_beginning,
     )
+    described = {**settings.fixed_by_a_checkpoint(), **rounds.described()}
+    if settings.dense_beginning is None:
+        # It came later than some run configs.
+        del described["dense_beginning"]
     parameters = trainable(rounds.model)
     fragments = tuple(
         (
@@ -234,7 +238,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
     return RunConfig(
         run=federation.run,
         terms=terms,
-        settings={**settings.fixed_by_a_checkpoint(), **rounds.described()},
+        settings=described,
         fragments=fragments,
         # Their sizes where ranks must be the same everywhere.
         shards=tuple(

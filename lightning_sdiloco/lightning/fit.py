@@ -311,7 +311,7 @@ class Fit(FitState):
         if self.options.step(launch_in, engine.report()["exposed_wait_s"] if self.options.open else 0.0):
             self.groups.meet()
             trainer, options = self.trainer, self.options
-            is_planned = any(name != "exchange" for name in options.auto)
+            is_planned = options.is_planned
             options.choose(trainer.lightning_module, self.groups.topology)
             engine.choose(options.settings)
             self._announce(engine)

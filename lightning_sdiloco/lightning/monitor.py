@@ -125,8 +125,12 @@ def progress(engine: StreamingDiLoCo, columns: float = math.inf) -> dict[str, st
     """Returns what the progress bar shows: as many entries as fit into its line, and at least the first."""
     flights, landing = list(map(str, engine.in_flight)), engine.last_landing
     rate = math.nan if landing is None else landing.link_gbit_s
+    schedule, steps = engine.schedule, engine.steps_in_rounds
+    outer_step = str(engine.round)
+    if schedule.is_dense(steps):
+        outer_step = f"dense {schedule.launches_in(0, steps)[0]}"
     entries = {
-        "outer_step": str(engine.round),
+        "outer_step": outer_step,
         "in_flight": ", ".join(flights[:3] if len(flights) <= 3 else [*flights[:2], f"+{len(flights) - 2}"]) or "-",
         "exposed_wait": "-" if landing is None else f"{1000 * landing.exposed_wait_s:.3g} ms",
         "link": readable_rate(rate) if rate > 0 else "-",

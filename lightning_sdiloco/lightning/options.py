@@ -205,6 +205,11 @@ class Options:
         return {**self.settings.described(), **dict.fromkeys(self.open, repr(AUTO)), **own}
 
     @property
+    def is_planned(self) -> bool:
+        """Whether the planner has still to choose from how long inner steps take."""
+        return any(name != "exchange" for name in self.auto)
+
+    @property
     def open(self) -> tuple[str, ...]:
         """The settings that are chosen after the first inner steps, until they are."""
         return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
@@ -214,13 +219,14 @@ class Options:
 
         All ranks must call it. No dense beginning is chosen for rounds that restart, and neither of the two depends on
         the length of a fit in a federation, whose sites are not asked. Rounds of four inner steps stand in for the
-        dense beginning until the link is measured.
+        dense beginning until the link is measured, unless the planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
-        if self.chooses_dense and "sync_every" not in self.auto:
-            dense = None if restarts else dense_for(topology.num_groups, self.steps, self.settings)
+        self.chooses_dense = self.chooses_dense and not restarts
+        if self.chooses_dense and not self.is_planned:
+            dense = dense_for(topology.num_groups, self.steps, self.settings)
             self.settings = replace(self.settings, dense_beginning=dense)
             self.chooses_dense = dense is not None
         self._choose_outer_step(topology.num_groups)
@@ -235,26 +241,30 @@ class Options:
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
         """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks must call it."""
         self.chooses_dense = False
-        settings = replace(self.settings, dense_beginning=None)
-        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
-        is_measured = topology.background is None
-        if is_measured and self.measured is None:
-            self.measured = Measured(step_time, measure_link(topology, settings.timeout.total_seconds()))
-        described, groups = self._described(model, topology, step_time)
-        chosen: DenseBeginning | None = None
+        self.settings = replace(self.settings, dense_beginning=None)
+        candidates = list[DenseBeginning]()
         for sync_every in _DENSE_EVERY:
-            dense = dense_for(topology.num_groups, self.steps, settings, sync_every)
+            dense = dense_for(topology.num_groups, self.steps, self.settings, sync_every)
             # The first launch must not be due before this choice.
-            if chosen is not None or dense is None or sync_every < len(self._times):
-                continue
-            method = Streaming(described, dense_rounds_alone(settings, dense), groups)
+            if dense is not None and sync_every >= len(self._times):
+                candidates.append(dense)
+        if not candidates:
+            return
+        # Where flights do not go on in the background, as in a simulation, the clock says nothing of a link.
+        if topology.background is None and self.measured is None:
+            self.measured = Measured(step_time, measure_link(topology, self.settings.timeout.total_seconds()))
+        described, groups = self._described(model, topology, step_time)
+        hidden = list[DenseBeginning]()
+        for dense in candidates:
+            method = Streaming(described, dense_rounds_alone(self.settings, dense), groups)
             if self.measured is None or is_hidden(method, self.measured.link):
-                chosen = dense
+                hidden.append(dense)
         # The clock of each rank says something else.
-        chosen = DenseBeginning.read(topology.world.all_gather_object(repr(chosen))[0])
-        self.settings = replace(settings, dense_beginning=chosen)
+        text = topology.world.all_gather_object(repr(hidden[0] if hidden else None))[0]
+        chosen = DenseBeginning.read(text)
+        self.settings = replace(self.settings, dense_beginning=chosen)
         if topology.rank == 0:
-            sent = 0.0 if chosen is None else Streaming(described, self.settings, groups).dense_bytes
+            sent = Streaming(described, self.settings, groups).dense_bytes
             self._tell_dense(chosen, topology.num_groups, sent)
 
     def _tell_dense(self, dense: DenseBeginning | None, num_groups: int, sent: float) -> None:

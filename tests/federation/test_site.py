@@ -110,6 +110,9 @@ def test_a_site_with_another_dense_beginning_is_refused_by_name_and_one_without_
         Site(sites[0].hub, 2, **CHOICES, dense_beginning=DenseBeginning(5, 3, 1))
     with pytest.raises(Refused, match=r"terms.dense_beginning.* is missing here and"):
         Site(sites[0].hub, 2, **CHOICES)
+    without = founded(2, **CHOICES)[0].hub.coordinator.run_config
+    assert without is not None
+    assert "dense_beginning" not in without.settings
     plain_terms = Terms(2, 8, 2, 1.0)
     assert "dense_beginning" not in plain(plain_terms)
     assert read(Terms, plain(plain_terms), "terms") == plain_terms

@@ -27,8 +27,10 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR
 import lightning_sdiloco
 from lightning_sdiloco import (
     Carry,
+    DenseBeginning,
     Landing,
     OuterOptimizer,
+    Schedule,
     Selective,
     SimulatedGroups,
     StreamingDiLoCo,
@@ -233,9 +235,13 @@ def test_the_link_rate_is_that_of_the_busier_direction_and_what_nobody_can_tell_
     assert landing().link_gbit_s == 0
     unknown = landing(bytes_sent=1_000_000, bytes_received=1_000_000, on_link_s=math.nan)
     assert "sdiloco/link_gbit_s" not in scalars_of(unknown)
+    schedule = Schedule(20, 5, 4, DenseBeginning(rounds=3))
     bar: Any = SimpleNamespace(round=12, in_flight=(0, 1, 2, 3), last_landing=unknown)
+    bar.schedule, bar.steps_in_rounds = schedule, 300
     assert progress(bar, columns=34) == {"outer_step": "12", "in_flight": "0, 1, +2"}
     assert progress(bar)["link"] == "-"
+    bar.steps_in_rounds = 9
+    assert progress(bar)["outer_step"] == "dense 2"
     # One group without momentum has neither others to compare with nor a momentum.
     groups = SimulatedGroups([nn.Linear(2, 2)], sync_every=1, overlap_steps=0, outer_momentum=0.0)
     groups.engines[0].diagnose()
