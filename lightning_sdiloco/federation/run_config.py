@@ -95,9 +95,9 @@ class Terms:
 
     def least_steps(self, round: int) -> int:
         """Returns the fewest inner steps since a site last counted with which it launches for a round."""
-        dense = self.dense_beginning
-        is_dense = dense is not None and self.schedule.is_dense_round(round)
-        sync_every = dense.sync_every if dense is not None and is_dense else self.sync_every
+        sync_every = self.sync_every
+        if self.dense_beginning is not None and self.schedule.is_dense_round(round):
+            sync_every = self.dense_beginning.sync_every
         return max(1, -(-sync_every // 4))
 
     @property

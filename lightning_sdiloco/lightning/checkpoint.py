@@ -122,11 +122,6 @@ class Checkpointer:
             self.resumed["engine"] = self._take_up(checkpoint, self.resumed, read)
         return checkpoint
 
-    @property
-    def restarts(self) -> bool:
-        """Whether rounds restart from a checkpoint."""
-        return self._restart is not None
-
     def resume(self, engine: StreamingDiLoCo) -> None:
         if self._restart is not None:
             engine.restart(self._restart)
@@ -184,6 +179,8 @@ class Checkpointer:
         """Restores the outer state of all groups, and inner optimizer and random state of those that have a file."""
         if not self._options.restarts:
             self._require_the_settings_of(header)
+        # Rounds that restart are no beginning.
+        self._options.chooses_dense = False
         topology, layout, settings = self._groups.topology, header["layout"], self._options.settings
 
         def read() -> Restart | None:

@@ -137,8 +137,7 @@ class Fit(FitState):
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
         require_same_start(self.checkpointer.start, self.groups.topology.world)
-        restarts = self.checkpointer.restarts
-        self.options.choose_for_length(self.groups.topology, self._known_steps, restarts=restarts)
+        self.options.choose_for_length(self.groups.topology, self._known_steps)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,

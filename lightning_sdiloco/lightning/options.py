@@ -214,17 +214,16 @@ class Options:
         """The settings that are chosen after the first inner steps, until they are."""
         return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
 
-    def choose_for_length(self, topology: Topology, steps: float, *, restarts: bool) -> None:
+    def choose_for_length(self, topology: Topology, steps: float) -> None:
         """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
 
-        All ranks must call it. No dense beginning is chosen for rounds that restart, and neither of the two depends on
-        the length of a fit in a federation, whose sites are not asked. Rounds of four inner steps stand in for the
-        dense beginning until the link is measured, unless the planner needs more inner steps for its own choice.
+        All ranks must call it. Neither of the two depends on the length of a fit in a federation, whose sites are not
+        asked. Rounds of four inner steps stand in for the dense beginning until the link is measured, unless the
+        planner needs more inner steps for its own choice.
         """
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
-        self.chooses_dense = self.chooses_dense and not restarts
         if self.chooses_dense and not self.is_planned:
             dense = dense_for(topology.num_groups, self.steps, self.settings)
             self.settings = replace(self.settings, dense_beginning=dense)
