@@ -66,6 +66,7 @@ def run(
     warmup_steps: int = 0,  # all step on the mean gradient of those that train; then a mean of parameters
     idle: Callable[[int, int], bool] = lambda group, step: False,  # whether the group does not train in the step
     micro_batches: Callable[[int, int], int] = lambda group, step: 1,  # trained in the step: by these a group weighs
+    direction: Callable[[Tensor], Tensor] = lambda gradient: gradient,  # of the mean outer gradient of a parameter
     carries: bool = False,  # a landing moves the local parameters as the outer ones since the launch, not by line 12
 ) -> Result:
     """Trains the models in place."""
@@ -84,7 +85,7 @@ def run(
     def land(step: int, p: int) -> None:  # lines 10 to 12
         _, deltas = in_flight.pop(p)
         for name in fragments[p] if any(weights[p]) else ():
-            delta, lr = weighted_mean(deltas[name], weights[p]), rate(outer_steps[p])  # line 8
+            delta, lr = direction(weighted_mean(deltas[name], weights[p])), rate(outer_steps[p])  # line 8
             sent = [outer[name] - own for own in deltas[name]]
             outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, outer_momentum)
             for group, before in zip(local, sent, strict=True):

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
@@ -127,6 +128,7 @@ _NOT_WITH_GOSSIP = {
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
     "clip_norm": "groups send where they are, which cannot be clipped",
     "outlier_guard": "only partners know each other's norms",
+    "direction": "a leg takes the mean of where its groups are, which is no outer gradient",
 }
 
 _POLICIES = {"schedule": LaunchSchedule, "weighing": Weighing, "route": Route, "mixing": LandingRule}
@@ -147,6 +149,11 @@ class OuterOptimizer:
             have grown, too. ``"auto"``: 10. None leaves out none.
         offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
             devices.
+        direction: What becomes of the mean outer gradient before the optimizer steps. ``"elementwise"``: nothing.
+            ``"equalised"``: the singular values of every matrix become their mean; see `equalised`. Or a map of your
+            own, a `Direction`. ``"auto"``: what suits; see docs/choosing.md.
+        matrices: Into how many matrices a parameter is cut along its first dimension, by patterns of names: 3 suits
+            fused projections of queries, keys and values; 0 steps every value by itself. None: as `stack_of` says.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -162,6 +169,8 @@ class OuterOptimizer:
     clip_norm: float | None = None
     outlier_guard: float | Literal["auto"] | None = AUTO
     offload: bool | Literal["auto"] = AUTO
+    direction: Literal["auto", "equalised", "elementwise"] | Direction = AUTO
+    matrices: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -192,6 +201,33 @@ class OuterOptimizer:
         says = "it must be True, False or 'auto'"
         _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
 
+        is_direction = callable(self.direction) or self.direction in (AUTO, EQUALISED, ELEMENTWISE)
+        says = "it must be 'equalised', 'elementwise', 'auto', or a callable from a name and matrices to such matrices"
+        _require(self, "direction", is_direction, says, kind=str | Callable)
+        self._check_matrices()
+
+    def _check_matrices(self) -> None:
+        if self.matrices is None:
+            return
+        says = "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight': 3}"
+        if not isinstance(self.matrices, Mapping):
+            raise ValueError(
+                f"matrices={self.matrices!r} is of type {type(self.matrices).__name__}: {says}. Leave it out, or map."
+            )
+        object.__setattr__(self, "matrices", dict(self.matrices))
+        for pattern, parts in self.matrices.items():
+            if not isinstance(pattern, str) or not is_whole(parts) or parts < 0:
+                raise ValueError(f"matrices={{{pattern!r}: {parts!r}}} is not possible: {says}. Correct it.")
+        if self.direction == ELEMENTWISE:
+            raise ValueError(
+                "matrices was given together with direction='elementwise', which knows none. Leave one of them out."
+            )
+
+    @property
+    def map(self) -> Direction | None:
+        """The map of matrices before the optimizer; None if every value is by itself, or it is still ``"auto"``."""
+        return direction_for(self.direction)
+
     @property
     def guard(self) -> float | None:
         """How many times as long as usual is too long, as `outlying` says; None leaves out none."""
@@ -205,6 +241,8 @@ class OuterOptimizer:
             ".clip_norm": self.clip_norm,
             ".outlier_guard": self.outlier_guard,
             ".offload": self.offload,
+            ".direction": self.direction if isinstance(self.direction, str) else _name(self.direction),
+            ".matrices": self.matrices,
         }
         return {f"outer_optimizer{part}": str(value) for part, value in texts.items()}
 
@@ -306,7 +344,7 @@ class Settings:
     def _check_gossip(self) -> None:
         """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO):
+            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
                     f"{name}={given!r} does not work with route={self.route!r}, on which each group holds its own outer"
                     f" parameters: {why}. Leave {name} out, or route."
@@ -382,18 +420,28 @@ class Settings:
                         f" step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
                     )
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
-            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
+            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(ELEMENTWISE)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
         # A given schedule decides when, and how often.
         least = min(self.sync_every, rounds) if self.schedule is None else math.inf
         suits = recommended(is_sparse, self.codec.counts_senders(), least)
-        return replace(self, **{name: getattr(suits, name) for name in self._left_open})
+        chosen = replace(self, **{name: getattr(suits, name) for name in self._left_open})
+        return chosen._directed(ELEMENTWISE)
+
+    def _directed(self, direction: Any) -> "Settings":
+        """Returns the settings with this direction in place of ``"auto"``."""
+        if self.outer.direction != AUTO:
+            return self
+        return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
         # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
-        return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
+        taken = replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
+        # What was saved before there were directions had none.
+        direction = saved.get("outer_optimizer.direction", ELEMENTWISE)
+        return taken if direction == AUTO else taken._directed(direction)
 
     @property
     def _left_open(self) -> list[str]:

@@ -35,6 +35,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
+from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
@@ -205,6 +206,7 @@ class StreamingDiLoCo:
         align_ranks(self.model, self.rounds.fragments, self.topology)
         kinds = {name: kind for own in self.rounds.fragments for name, kind in own.untrained.kinds_by_name().items()}
         same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}
+        same |= proofs(parts, self.settings.outer.map, device)
         require_same_settings({**self.rounds.described(), **same}, self.topology.world)
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds

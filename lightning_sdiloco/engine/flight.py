@@ -196,7 +196,8 @@ class Synchronizer:
         # The outer step takes the mean.
         norm = whole_norm(fragment.norm(launch.purpose, mean), in_group)
         began = time.perf_counter()
-        outer = outer_step(fragment, fragment.outer, launch.outer, mean, counts=bool(count.factors), final=not is_round)
+        counts, final = bool(count.factors), not is_round
+        outer = outer_step(fragment, fragment.outer, launch.outer, mean, in_group, counts=counts, final=final)
         rule: LandingRule = Mix(0.0)
         if is_round and controls[topology.group_index].finite and topology.group_index not in count.outlying:
             # Where no group has trained, nothing moves.
@@ -204,7 +205,7 @@ class Synchronizer:
         rows = rule.gathered(launch.gradient, launch.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
         spans["outer_step"] = span_from(began, device)
-        report = reported(launch.fragment, launch.step, controls, count, outer.lr, norm, spans)
+        report = reported(launch.fragment, launch.step, controls, count, outer, norm, spans)
         report = report._replace(bytes_sent=sent, bytes_received=received, on_link_s=on_link_s)
         if loss is not None and agreed is not None:
             report = report._replace(diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group))
@@ -414,12 +415,29 @@ def _messages(head: Sequence[Tensor], payloads: Sequence[Tensor], leg: Sequence[
 
 
 def outer_step(
-    fragment: FragmentState, before: OuterState, values: Tensor, gradient: Tensor, *, counts: bool, final: bool
+    fragment: FragmentState,
+    before: OuterState,
+    values: Tensor,
+    gradient: Tensor,
+    group: Communicator,
+    *,
+    counts: bool,
+    final: bool,
 ) -> OuterState:
-    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes."""
+    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes.
+
+    In-group collective.
+    """
     if not final and counts:
-        return fragment.optimizer.step(fragment.index, before, values, gradient)
-    return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
+        norm = math.nan
+        if fragment.matrices.stacks:
+            fragment.matrices.direct(gradient, group)
+            norm = whole_norm(torch.linalg.vector_norm(gradient), group)
+        after = fragment.optimizer.step(fragment.index, before, values, gradient)
+        return after._replace(direction_norm=norm)
+    return before._replace(
+        values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0, direction_norm=math.nan
+    )
 
 
 def reported(
@@ -427,7 +445,7 @@ def reported(
     step: int,
     controls: Sequence[Control],
     count: Count,
-    outer_lr: float,
+    outer: OuterState,
     norm: float,
     spans: Mapping[str, Span],
 ) -> Landing:
@@ -437,7 +455,7 @@ def reported(
         requests=reduce(or_, [control.requests for control in controls]),
         left_out=tuple([group for group, control in enumerate(controls) if not control.finite]),
         outlying=count.outlying,
-        outer_lr=outer_lr,
+        outer_lr=outer.lr,
         outer_grad_norm=norm,
         bytes_sent=0,
         exposed_wait_s=0.0,
@@ -449,6 +467,7 @@ def reported(
         spans=spans,
         diagnostics=None,
         step_times=tuple([control.step_time for control in controls]),
+        direction_norm=outer.direction_norm,
     )
 
 
