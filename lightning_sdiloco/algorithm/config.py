@@ -70,8 +70,10 @@ class OuterStep(NamedTuple):
     mixing: float
 
 
-def recommended(is_sparse: bool = False, over_senders: bool = False, least: float = math.inf) -> OuterStep:
-    """Returns what suits the compression; see docs/choosing.md for what was measured.
+def recommended(
+    is_sparse: bool = False, over_senders: bool = False, least: float = math.inf, direction: Any = EQUALISED
+) -> OuterStep:
+    """Returns what suits compression and direction; see docs/choosing.md for what was measured.
 
     One choice serves all numbers of groups: with two, four and eight nothing that was tried was clearly better. A
     momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
@@ -82,14 +84,22 @@ def recommended(is_sparse: bool = False, over_senders: bool = False, least: floa
     progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
     alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
 
+    Equal singular values have a smaller norm than the outer gradient has, and no direction among them in which a large
+    rate would overshoot.
+
     Examples:
-        >>> [recommended(least=rounds).outer_momentum for rounds in (1, 5, 10, 15, 1000)]
+        >>> recommended()
+        OuterStep(outer_lr=1.2, outer_momentum=0.8, mixing=0.2)
+        >>> [recommended(least=rounds, direction="elementwise").outer_momentum for rounds in (1, 5, 10, 15, 1000)]
         [0.5, 0.7, 0.85, 0.9, 0.9]
     """
     if is_sparse:
         return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
     # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
-    return OuterStep(0.7, round(max(0.5, min(0.9, 1 - 1.5 / max(1.0, least))), 2), 0.2)
+    momentum = round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
+    if direction != ELEMENTWISE:
+        return OuterStep(1.2, min(0.8, momentum), 0.2)
+    return OuterStep(0.7, min(0.9, momentum), 0.2)
 
 
 FEWEST_FOR_WARMUP = 4
@@ -409,6 +419,17 @@ class Settings:
         given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
+    def directed(self, may_direct: bool = True) -> "Settings":
+        """Returns the settings with a direction that suits them in place of ``"auto"``.
+
+        Args:
+            may_direct: Whether the matrices of the model may be mapped before outer steps.
+        """
+        # Of a few values in different places the directions mean nothing.
+        sends_all = not self.codec.varies() and self.codec.wire_bytes(_MANY) >= _MANY // 8
+        is_plain = self.outer.make is None and sends_all and self.shares
+        return self._directed(EQUALISED if may_direct and is_plain else ELEMENTWISE)
+
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
         """Returns the settings for a number of groups and rounds, with what `recommended` returns for ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
@@ -422,11 +443,11 @@ class Settings:
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
             return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(ELEMENTWISE)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
+        directed = self.directed()
         # A given schedule decides when, and how often.
         least = min(self.sync_every, rounds) if self.schedule is None else math.inf
-        suits = recommended(is_sparse, self.codec.counts_senders(), least)
-        chosen = replace(self, **{name: getattr(suits, name) for name in self._left_open})
-        return chosen._directed(ELEMENTWISE)
+        suits = recommended(is_sparse, self.codec.counts_senders(), least, directed.outer.direction)
+        return replace(directed, **{name: getattr(suits, name) for name in self._left_open})
 
     def _directed(self, direction: Any) -> "Settings":
         """Returns the settings with this direction in place of ``"auto"``."""

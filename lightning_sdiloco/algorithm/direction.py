@@ -58,17 +58,25 @@ def equalised(matrices: Tensor) -> Tensor:
     """
     if matrices.shape[-2] > matrices.shape[-1]:
         return equalised(matrices.mT).mT
+    is_plain = matrices.isfinite().all(dim=(-2, -1), keepdim=True) & matrices.any(dim=-1).any(dim=-1)[..., None, None]
+    factor = _polar_factor(matrices.detach().to(torch.float64, copy=True))
     exact = matrices.detach().to(torch.float64)
-    scaled = exact / _power_of_two(exact)
-    factor = _rounded(scaled / _inner(scaled, scaled).sqrt())
+    factor *= _inner(factor, exact) / _inner(factor, factor)
+    return torch.where(is_plain, factor.to(matrices.dtype), matrices)
+
+
+def _polar_factor(matrices: Tensor) -> Tensor:
+    """Returns matrices whose singular values are 1; overwrites those that it is given."""
+    # A power of two changes no bit; what is far from 1 would overflow.
+    factor = matrices.div_(_power_of_two(matrices))
+    _rounded(factor.div_(_inner(factor, factor).sqrt()))
     for linear, cubic, quintic in _POLYNOMIALS:
         gram = _rounded(factor @ factor.mT)
-        polynomial = gram * cubic + (gram @ gram) * quintic
+        polynomial = (gram @ gram).mul_(quintic).add_(gram.mul_(cubic))
+        del gram
         polynomial.diagonal(dim1=-2, dim2=-1).add_(linear)
         factor = _rounded(_rounded(polynomial) @ factor)
-    closest = factor * (_inner(factor, exact) / _inner(factor, factor))
-    is_plain = (exact != 0).any(dim=(-2, -1), keepdim=True) & exact.isfinite().all(dim=(-2, -1), keepdim=True)
-    return torch.where(is_plain, closest.to(matrices.dtype), matrices)
+    return factor
 
 
 def _rounded(values: Tensor) -> Tensor:
@@ -80,8 +88,10 @@ def _inner(left: Tensor, right: Tensor) -> Tensor:
     """Returns the inner product of each pair of matrices, as a matrix of one value: exact, of rounded values."""
     bits = (_WHOLE_BITS - left.shape[-2:].numel().bit_length()) // 2
     left_unit = _power_of_two(left) * 2.0 ** (1 - bits)
-    right_unit = _power_of_two(right) * 2.0 ** (1 - bits)
     row = (left / left_unit).round_().flatten(-2).unsqueeze(-2)
+    if left is right:
+        return (row @ row.mT) * left_unit.square()
+    right_unit = _power_of_two(right) * 2.0 ** (1 - bits)
     column = (right / right_unit).round_().flatten(-2).unsqueeze(-1)
     return (row @ column) * (left_unit * right_unit)
 

@@ -35,7 +35,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
-from lightning_sdiloco.engine.matrices import proofs
+from lightning_sdiloco.engine.matrices import may_direct, proofs
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
@@ -190,9 +190,10 @@ class StreamingDiLoCo:
     ) -> None:
         given = Settings.among(locals())
         self.topology = topology_for(model, given, 1 if federation else worker_groups, topology).for_engine()
-        self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
+        self.given = given
+        self.settings = self._chosen(given)
         is_site = federation is not None
         copies = WeightCopies(inner_optimizers)
         parts, device = agreed_fragments(self.model, self.settings, self.topology, copies, is_site=is_site)
@@ -222,6 +223,10 @@ class StreamingDiLoCo:
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
+
+    def _chosen(self, given: Settings) -> Settings:
+        directed = given.directed(may_direct(self.model, self.topology.world))
+        return directed.chosen_for(self.topology.num_groups)
 
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
@@ -649,7 +654,7 @@ class StreamingDiLoCo:
         if settings != self.settings:
             self._require_no_site()
             self.settings = settings
-            self._cut(self.fragments)
+            self._cut(cut(self.model, settings).fragments)
         self.rounds.load_records(state)
         # First, because hooks of a module may restore parameters with its extra state.
         load_extra_state(self.model, state["extra_state"])
@@ -691,7 +696,8 @@ class StreamingDiLoCo:
         self.rounds.require_no_launch(self.inner_steps, settings)
         before, weighed, began_at = self.rounds.fragments, self.rounds.weighed(), self.rounds.began_at
         outer = named_outer(before, self.topology.in_group)
-        self.given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
+        self.given = settings
+        self.settings = self._chosen(settings)
         self._cut(cut(self.model, settings).fragments)
         self.rounds.begin(outer, weighed, began_at)
         for fragment in self.rounds.fragments:

@@ -18,9 +18,24 @@ from lightning_sdiloco.algorithm.partition import Fragment, Stack, stack_of
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.outer import OuterState
-from lightning_sdiloco.engine.shards import FragmentLayout, ShardSpec, clean_name, digest, to_parameters, to_shards
+from lightning_sdiloco.engine.shards import (
+    FragmentLayout,
+    ShardSpec,
+    clean_name,
+    digest,
+    to_parameters,
+    to_shards,
+    trainable,
+)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+MOST_VALUES = 10_000_000
+"""The most trainable values of a model whose matrices are mapped by default where float64 is not fast."""
+
+# The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs have a 32nd or a 64th of that rate.
+_FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
 
 
 def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]:
@@ -56,6 +71,21 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
     return stacks
 
 
+def may_direct(model: nn.Module, world: Communicator) -> bool:
+    """Returns whether mapping the matrices of a model takes little time on every rank. All ranks must call it."""
+    parameters = trainable(model).values()
+    is_small = sum(parameter.numel() for parameter in parameters) <= MOST_VALUES
+    is_fast = all(has_fast_float64(parameter.device) for parameter in parameters)
+    return all(world.all_gather_object(is_small or is_fast))
+
+
+def has_fast_float64(device: torch.device) -> bool:
+    """Returns whether a device is known to multiply float64 at no less than half the rate of float32."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) in _FAST_FLOAT64
+
+
 def _groups_of_convolutions(model: nn.Module) -> dict[str, int]:
     """Returns the groups of all convolutions, by name."""
     return {
@@ -82,8 +112,9 @@ def proofs(fragments: Sequence[Fragment], direction: Direction | None, device: t
         assert direction is not None, "without a direction no parameter is a matrix"
         name = f"the direction of {rows} x {columns} matrices"
         # No random numbers: torch's differ between processors.
-        numbers = torch.arange(rows * columns, dtype=torch.int64, device=device) * 7919 % 10007 - 5003
-        given = {name: numbers.to(torch.float32).view(1, rows, columns) / 4096}
+        numbers = torch.arange(rows * columns, dtype=torch.int32, device=device).remainder_(10007)
+        numbers.mul_(7919).remainder_(10007).sub_(5003)
+        given = {name: numbers.to(torch.float32).view(1, rows, columns).div_(4096)}
         values = directed_by(direction, given)[name]
         if values.shape != given[name].shape or values.dtype != torch.float32:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.matrices import may_direct
 from lightning_sdiloco.engine.start import align_at_end, align_model, cut, require_same_model, require_same_start
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
@@ -138,7 +139,8 @@ class Fit(FitState):
         topology = self.groups.topology
         self.checkpointer.make_trainable(model)
         require_same_model(model, topology.world)
-        self._results.fragments = cut(model, self.options.settings).fragments
+        settings = self.options.settings.directed(may_direct(model, topology.world))
+        self._results.fragments = cut(model, settings).fragments
         align_model(model, topology)
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:

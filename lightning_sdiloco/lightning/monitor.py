@@ -669,6 +669,8 @@ class Announcement:
             f"{name}={value if isinstance(value, str) else format(value, 'g')}"
             for name, value in settings.numbers_and_policies.items()
         )
+        if any(fragment.matrices.stacks for fragment in engine.rounds.fragments):
+            numbers += f", direction={settings.outer.described()['outer_optimizer.direction']}"
         if settings.outer.make is not None:
             numbers += f", outer_optimizer={engine.rounds.outer_optimizer.summary}"
         counts = ((topology.num_groups, "worker group"), (topology.group_size, "rank"), (len(shards), "fragment"))
