@@ -35,7 +35,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
-from lightning_sdiloco.engine.matrices import may_direct, proofs
+from lightning_sdiloco.engine.matrices import proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
@@ -225,8 +225,7 @@ class StreamingDiLoCo:
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
 
     def _chosen(self, given: Settings) -> Settings:
-        directed = given.directed(may_direct(self.model, self.topology.world))
-        return directed.chosen_for(self.topology.num_groups)
+        return with_direction(given, self.model, self.topology).chosen_for(self.topology.num_groups)
 
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""

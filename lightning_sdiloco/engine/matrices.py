@@ -5,6 +5,7 @@ about as much to compute and none holds the whole fragment. Each rank sends the 
 own, and sends back what became of them. The bits do not depend on who maps what.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from math import prod
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.direction import Direction, directed_by
 from lightning_sdiloco.algorithm.partition import Fragment, Stack, stack_of
 from lightning_sdiloco.comm.communicator import Communicator
@@ -27,6 +29,8 @@ from lightning_sdiloco.engine.shards import (
     to_shards,
     trainable,
 )
+
+_log = logging.getLogger(__name__)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
@@ -69,6 +73,19 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
             " those of named_parameters(), and patterns are shell-style, such as '*.qkv.weight'."
         )
     return stacks
+
+
+def with_direction(settings: Settings, model: nn.Module, topology: Topology) -> Settings:
+    """Returns the settings with a direction that suits them and the model. All ranks must call it."""
+    chosen = settings.directed(may_direct(model, topology.world))
+    if chosen != settings.directed() and topology.rank == 0:
+        _log.warning(
+            "The outer step treats every value by itself: to map the matrices of more than %d values takes long beside"
+            " training where float64 is slow, as on CPUs and on GPUs for graphics. Give"
+            " outer_optimizer=OuterOptimizer(direction='equalised') to map them all the same.",
+            MOST_VALUES,
+        )
+    return chosen
 
 
 def may_direct(model: nn.Module, world: Communicator) -> bool:
@@ -190,9 +207,12 @@ class Matrices:
     def direct(self, gradient: Tensor, group: Communicator) -> None:
         """Makes the shard of a mean outer gradient that of its direction, in place. In-group collective."""
         assert self._direction is not None, "without a direction no parameter is a matrix"
+        nothing = gradient.new_empty(0)
         sent = [[place.of_shard(gradient, self._rank) for place in places] for places in self._dealt]
         owned = self._dealt[self._rank]
-        received = _exchanged(sent, [[place.specs[rank].length for place in owned] for rank in self._ranks], group)
+        received = _exchanged(
+            sent, [[place.specs[rank].length for place in owned] for rank in self._ranks], nothing, group
+        )
         matrices = dict[str, Tensor]()
         for index, place in enumerate(owned):
             whole = gradient.new_empty(prod(place.stack))
@@ -203,7 +223,7 @@ class Matrices:
         answers = [
             [place.specs[rank].extract(directed[place.name].reshape(-1)) for place in owned] for rank in self._ranks
         ]
-        results = _exchanged(answers, [[part.numel() for part in parts] for parts in sent], group)
+        results = _exchanged(answers, [[part.numel() for part in parts] for parts in sent], nothing, group)
         for parts, of_owner in zip(sent, results, strict=True):
             for part, result in zip(parts, of_owner, strict=True):
                 part.copy_(result)
@@ -225,11 +245,14 @@ def direct_shards(
 
 
 def _exchanged(
-    sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: Communicator
+    sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], nothing: Tensor, group: Communicator
 ) -> list[list[Tensor]]:
-    """Sends every rank its vectors; returns what came from each, of these sizes. In-group collective."""
+    """Sends every rank its vectors, ``nothing`` where there are none; returns what came from each, of these sizes.
+
+    In-group collective.
+    """
     if group.size == 1:
         return [list(vectors) for vectors in sent]
-    messages = [torch.cat(list(vectors)) if vectors else torch.empty(0) for vectors in sent]
+    messages = [torch.cat([nothing, *vectors]) for vectors in sent]
     received = group.exchange(messages, [sum(of_rank) for of_rank in sizes])
     return [list(message.split(list(of_rank))) for message, of_rank in zip(received, sizes, strict=True)]

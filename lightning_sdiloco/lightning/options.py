@@ -23,7 +23,7 @@ from typing_extensions import override
 from lightning_sdiloco.algorithm.config import AUTO, Settings, overlap_for, warmup_for
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
-from lightning_sdiloco.engine.matrices import may_direct
+from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
@@ -199,7 +199,7 @@ class Options:
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
-        self.settings = self.settings.directed(may_direct(model, topology.world))
+        self.settings = with_direction(self.settings, model, topology)
         if self.chooses_warmup:
             self._choose_warmup(model, topology, saved)
         self._choose_outer_step(topology.num_groups)

@@ -196,3 +196,19 @@ def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
     assert Settings().taken_from(saved).outer.direction == "equalised"
     del saved["outer_optimizer.direction"]
     assert Settings().taken_from(saved).outer.direction == "elementwise", "it was saved before there were directions"
+
+
+def test_models_that_are_large_for_their_device_step_elementwise_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert StreamingDiLoCo(mlp()).settings.outer.direction == "equalised"
+    assert not caplog.records[1:]
+    monkeypatch.setattr("lightning_sdiloco.engine.matrices.MOST_VALUES", 100)
+    engine = StreamingDiLoCo(mlp())
+    assert engine.settings.outer.direction == "elementwise"
+    assert engine.settings.outer_lr == 0.7
+    told = [record.getMessage() for record in caplog.records if "treats every value by itself" in record.getMessage()]
+    assert len(told) == 1
+    assert "more than 100 values" in told[0]
+    assert StreamingDiLoCo(mlp(), outer_optimizer=EQUALISED).settings.outer.direction == "equalised"
+    assert len(told) == 1
