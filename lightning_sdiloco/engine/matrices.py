@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.algorithm.direction import Direction, directed_by
@@ -91,6 +92,9 @@ def with_direction(settings: Settings, model: nn.Module, topology: Topology) -> 
 def may_direct(model: nn.Module, world: Communicator) -> bool:
     """Returns whether mapping the matrices of a model takes little time on every rank. All ranks must call it."""
     parameters = trainable(model).values()
+    if any(map(is_lazy, parameters)):
+        # Such models are refused where they are cut.
+        return True
     is_small = sum(parameter.numel() for parameter in parameters) <= MOST_VALUES
     is_fast = all(has_fast_float64(parameter.device) for parameter in parameters)
     return all(world.all_gather_object(is_small or is_fast))
