@@ -126,6 +126,9 @@ TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e
 ELEMENTWISE = OuterOptimizer(direction="elementwise")
 """The outer step of the runs that say nothing of a direction."""
 
+EQUALISED = OuterOptimizer(direction="equalised")
+"""The outer step that is chosen by itself."""
+
 MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(2.4e-2, 1.2e-2)}
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
@@ -164,7 +167,8 @@ def alone(
     rates = rates or MODELS[size].alone[groups]
     warmup = warmup_for(groups, pair(size, groups, rates=rates)[0].steps)
     warm = {"warmup_steps": warmup} if warmup else {}
-    return pair(size, groups, seed, rates, inner, sync_every=sync_every, fragments="strided", **warm)
+    choices = {"fragments": "strided", "outer_optimizer": EQUALISED, **warm}
+    return pair(size, groups, seed, rates, inner, sync_every=sync_every, **choices)
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:
