@@ -35,6 +35,7 @@ from benchmarks.comparison import FEWEST_ROUNDS, Comparison
 from benchmarks.models import SMALL, TEN_MILLION, TINY, Size
 from benchmarks.runs import Runs
 from benchmarks.training import CUT, Training
+from lightning_sdiloco import OuterOptimizer
 from lightning_sdiloco.algorithm.config import Settings, dense_for
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 
@@ -122,6 +123,12 @@ MODELS = {
 TRIED, TRIED_LARGE, TRIED_MUON = (2e-3, 3e-3, 4.5e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3), (3e-3, 6e-3, 1.2e-2, 2.4e-2)
 """Inner learning rates."""
 
+ELEMENTWISE = OuterOptimizer(direction="elementwise")
+"""The outer step of the runs that say nothing of a direction."""
+
+EQUALISED = OuterOptimizer(direction="equalised")
+"""The outer step that is chosen by itself."""
+
 MUON_RATES = {2: Rates(6e-3, 3e-3), 4: Rates(1.2e-2, 6e-3), 8: Rates(2.4e-2, 1.2e-2)}
 
 DILOCO: dict[str, Any] = {"overlap_steps": 0, "mixing": 0.0, "fragments": [["*"]], "compression": "fp32"}
@@ -140,7 +147,7 @@ def pair(
 
 def chosen(choices: Mapping[str, Any], groups: int) -> dict[str, Any]:
     """Returns choices with the numbers that the library chooses in place of what is left out."""
-    settings = Settings(**choices).chosen_for(groups)
+    settings = Settings(**{"outer_optimizer": ELEMENTWISE, **choices}).chosen_for(groups)
     defaults = {"overlap_steps": settings.overlap_steps, "compression": settings.compression, "fragments": CUT}
     return {**defaults, **settings.numbers, **choices}
 
@@ -160,8 +167,9 @@ def alone(
     rates = rates or MODELS[size].alone[groups]
     steps = pair(size, groups, rates=rates)[0].steps
     dense = dense_for(groups, steps, Settings(sync_every=sync_every))
-    choices = {"dense_beginning": dense} if dense else {}
-    return pair(size, groups, seed, rates, inner, sync_every=sync_every, fragments="strided", **choices)
+    choices: dict[str, Any] = {"fragments": "strided", "outer_optimizer": EQUALISED}
+    choices |= {"dense_beginning": dense} if dense else {}
+    return pair(size, groups, seed, rates, inner, sync_every=sync_every, **choices)
 
 
 def by_itself(size: str) -> Iterator[tuple[str, Pair]]:

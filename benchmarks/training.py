@@ -126,7 +126,8 @@ class Training:
 
 def all_on_device(choices: Mapping[str, Any]) -> dict[str, Any]:
     given = choices.get("outer_optimizer")
-    outer = given if isinstance(given, OuterOptimizer) else OuterOptimizer(given)
+    # A run is that of its numbers: those that say nothing of a direction are from before there were any.
+    outer = given if isinstance(given, OuterOptimizer) else OuterOptimizer(given, direction="elementwise")
     return {**choices, "outer_optimizer": replace(outer, offload=False)}
 
 

@@ -71,6 +71,7 @@ def run(
     dense: tuple[int, int, int] | None = None,  # the first rounds: how many, and their H and tau
     idle: Callable[[int, int], bool] = lambda group, step: False,  # whether the group does not train in the step
     micro_batches: Callable[[int, int], int] = lambda group, step: 1,  # trained in the step: by these a group weighs
+    direction: Callable[[Tensor], Tensor] = lambda gradient: gradient,  # of the mean outer gradient of a parameter
     carries: bool = False,  # a landing moves the local parameters as the outer ones since the launch, not by line 12
 ) -> Result:
     """Trains the models in place."""
@@ -94,7 +95,8 @@ def run(
         is_dense = launched[p] <= dense_rounds
         mu = dense_momentum(dense_every, outer_momentum) if is_dense else outer_momentum
         for name in fragments[p] if any(weights[p]) else ():
-            delta, lr = weighted_mean(deltas[name], weights[p]), rate(0 if is_dense else outer_steps[p])  # line 8
+            delta = direction(weighted_mean(deltas[name], weights[p]))  # line 8
+            lr = rate(0 if is_dense else outer_steps[p])
             sent = [outer[name] - own for own in deltas[name]]
             outer[name], momentum[name] = outer_step(outer[name], momentum[name], delta, lr, mu)
             for group, before in zip(local, sent, strict=True):

@@ -21,7 +21,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import Tensor, nn
 
 from benchmarks.drop_compute import Case, closed_form
-from lightning_sdiloco import DropCompute, Landing, SimulatedGroups, StreamingDiLoCo
+from lightning_sdiloco import DropCompute, Landing, OuterOptimizer, SimulatedGroups, StreamingDiLoCo
 from lightning_sdiloco.engine.drop_compute import DroppingLoader, best_drop
 from tests import fits
 from tests.engine.groups import copied, grouped, unlike
@@ -213,7 +213,7 @@ def test_a_wrapper_averages_only_if_what_it_wraps_does(
 # Eager updates
 
 EAGER: dict[str, Any] = {"sync_every": 5, "overlap_steps": 4, "fragments": grouped(2), "compression": "fp32"}
-EAGER |= {"outer_lr": 0.7, "outer_momentum": 0.9}
+EAGER |= {"outer_lr": 0.7, "outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="elementwise")}
 
 
 def eager_loops(groups: int, steps: int, lr: float, momentum: float, every: int, fragments: int) -> Iterator[Any]:

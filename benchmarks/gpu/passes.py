@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_sdiloco import OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.merge import Mix
+from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.compression import Compression
 from lightning_sdiloco.compression.blockwise import Blockwise
 from lightning_sdiloco.compression.fp4 import FP4
@@ -63,7 +64,16 @@ def passes(numel: int, place: Place) -> dict[str, tuple[float, Callable[[], obje
     gradient = (torch.randn(numel, device="cpu") / 100).to(device)
     payloads = [(fp4.encode(gradient), 1.0)] * GROUPS
     coded, into = fp4.wire_bytes(numel) / numel, torch.empty_like(gradient)
-    step = partial(outer_step, fragment, values=outer, gradient=gradient, counts=True, final=False, is_dense=False)
+    step = partial(
+        outer_step,
+        fragment,
+        values=outer,
+        gradient=gradient,
+        group=Communicator(),
+        counts=True,
+        final=False,
+        is_dense=False,
+    )
     # With the momentum of an earlier step, as in every round but the first.
     before = fragment.outer._replace(state=step(before=fragment.outer).state)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from side_by_side import compare
 
+from lightning_sdiloco import OuterOptimizer
+
 SNOO: dict[str, Any] = {
     "sync_every": 28,
     "overlap_steps": 0,
@@ -17,6 +19,7 @@ SNOO: dict[str, Any] = {
     "compression": "fp32",
     "outer_lr": 0.68,
     "outer_momentum": 0.37,
+    "outer_optimizer": OuterOptimizer(direction="elementwise"),
 }
 """The settings of the paper. Without momentum it is Lookahead."""
 

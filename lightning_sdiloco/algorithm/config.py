@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sdiloco.algorithm.direction import ELEMENTWISE, EQUALISED, Direction, direction_for
 from lightning_sdiloco.algorithm.gossip import Everyone, Route, check_compression
 from lightning_sdiloco.algorithm.merge import LandingRule, Mix
 from lightning_sdiloco.algorithm.partition import checked_fragments
@@ -69,8 +70,10 @@ class OuterStep(NamedTuple):
     mixing: float
 
 
-def recommended(is_sparse: bool = False, over_senders: bool = False, least: float = math.inf) -> OuterStep:
-    """Returns what suits the compression; see docs/choosing.md for what was measured.
+def recommended(
+    is_sparse: bool = False, over_senders: bool = False, least: float = math.inf, direction: Any = EQUALISED
+) -> OuterStep:
+    """Returns what suits compression and direction; see docs/choosing.md for what was measured.
 
     One choice serves all numbers of groups: with two, four and eight nothing that was tried was clearly better. A
     momentum of 0.9 overshoots where it has few rounds to average that out, or where a round is of few inner steps, so
@@ -81,24 +84,32 @@ def recommended(is_sparse: bool = False, over_senders: bool = False, least: floa
     progress that they have in common arrives once from each, a little at a time. Where the mean is that of the senders
     alone, a value arrives whole, and needs a smaller rate: that of SparseLoCo (arXiv 2508.15706), whose code does so.
 
+    Equal singular values have a smaller norm than the outer gradient has, and no direction among them in which a large
+    rate would overshoot.
+
     Examples:
-        >>> [recommended(least=rounds).outer_momentum for rounds in (1, 5, 10, 15, 1000)]
+        >>> recommended()
+        OuterStep(outer_lr=1.2, outer_momentum=0.8, mixing=0.2)
+        >>> [recommended(least=rounds, direction="elementwise").outer_momentum for rounds in (1, 5, 10, 15, 1000)]
         [0.5, 0.7, 0.85, 0.9, 0.9]
     """
     if is_sparse:
         return OuterStep(1.0 if over_senders else 2.0, 0.0, 0.2)
-    return OuterStep(0.7, momentum_for(least), 0.2)
+    momentum = momentum_for(least)
+    if direction != ELEMENTWISE:
+        return OuterStep(1.2, min(0.8, momentum), 0.2)
+    return OuterStep(0.7, min(0.9, momentum), 0.2)
 
 
 def momentum_for(least: float) -> float:
-    """Returns the outer momentum that suits rounds of so many inner steps, or so many rounds; see `recommended`.
+    """Returns the most outer momentum for rounds of so many inner steps, or so many rounds; see `recommended`.
 
     Examples:
         >>> [momentum_for(steps) for steps in (1, 4, 8, 100)]
-        [0.5, 0.62, 0.81, 0.9]
+        [0.5, 0.62, 0.81, 0.98]
     """
     # With a half of it the first outer step goes as far as the groups did: 0.7 * (1 + 0.5) is about 1.
-    return round(max(0.5, min(0.9, 1 - 1.5 / max(1.0, least))), 2)
+    return round(max(0.5, 1 - 1.5 / max(1.0, least)), 2)
 
 
 def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: int = 4) -> DenseBeginning | None:
@@ -131,6 +142,9 @@ _FEWEST_FOR_DENSE, _MANY_FOR_DENSE, _FEWEST_DENSE_ROUNDS = 4, 8, 3
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
+# Values by whose payloads the sizes of compressions are compared.
+_MANY = 1 << 12
+
 # What does not work with a route on which each group holds its own outer parameters, and why.
 _NOT_WITH_GOSSIP = {
     "dense_beginning": "it needs rounds in which all groups exchange with all others",
@@ -138,6 +152,7 @@ _NOT_WITH_GOSSIP = {
     "weighing": "a leg takes the plain mean of where its groups are, not of what they trained",
     "clip_norm": "groups send where they are, which cannot be clipped",
     "outlier_guard": "only partners know each other's norms",
+    "direction": "a leg takes the mean of where its groups are, which is no outer gradient",
 }
 
 _POLICIES = {"schedule": LaunchSchedule, "weighing": Weighing, "route": Route, "mixing": LandingRule}
@@ -158,6 +173,11 @@ class OuterOptimizer:
             have grown, too. ``"auto"``: 10. None leaves out none.
         offload: Whether outer parameters and outer momentum rest in page-locked host memory. ``"auto"``: on CUDA
             devices.
+        direction: What becomes of the mean outer gradient before the optimizer steps. ``"elementwise"``: nothing.
+            ``"equalised"``: the singular values of every matrix become their mean; see `equalised`. Or a map of your
+            own, a `Direction`. ``"auto"``: what suits; see docs/choosing.md.
+        matrices: Into how many matrices a parameter is cut along its first dimension, by patterns of names: 3 suits
+            fused projections of queries, keys and values; 0 steps every value by itself. None: as `stack_of` says.
 
     Raises:
         ValueError: If an argument is out of its range. The message names the argument.
@@ -173,6 +193,8 @@ class OuterOptimizer:
     clip_norm: float | None = None
     outlier_guard: float | Literal["auto"] | None = AUTO
     offload: bool | Literal["auto"] = AUTO
+    direction: Literal["auto", "equalised", "elementwise"] | Direction = AUTO
+    matrices: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
         _make_plain(self)
@@ -203,6 +225,33 @@ class OuterOptimizer:
         says = "it must be True, False or 'auto'"
         _require(self, "offload", rests == AUTO or isinstance(rests, bool), says, kind=bool | str)
 
+        is_direction = callable(self.direction) or self.direction in (AUTO, EQUALISED, ELEMENTWISE)
+        says = "it must be 'equalised', 'elementwise', 'auto', or a callable from a name and matrices to such matrices"
+        _require(self, "direction", is_direction, says, kind=str | Callable)
+        self._check_matrices()
+
+    def _check_matrices(self) -> None:
+        if self.matrices is None:
+            return
+        says = "it must map patterns of names to whole numbers of at least 0, such as {'*.qkv.weight': 3}"
+        if not isinstance(self.matrices, Mapping):
+            raise ValueError(
+                f"matrices={self.matrices!r} is of type {type(self.matrices).__name__}: {says}. Leave it out, or map."
+            )
+        object.__setattr__(self, "matrices", dict(self.matrices))
+        for pattern, parts in self.matrices.items():
+            if not isinstance(pattern, str) or not is_whole(parts) or parts < 0:
+                raise ValueError(f"matrices={{{pattern!r}: {parts!r}}} is not possible: {says}. Correct it.")
+        if self.direction == ELEMENTWISE:
+            raise ValueError(
+                "matrices was given together with direction='elementwise', which knows none. Leave one of them out."
+            )
+
+    @property
+    def map(self) -> Direction | None:
+        """The map of matrices before the optimizer; None if every value is by itself, or it is still ``"auto"``."""
+        return direction_for(self.direction)
+
     @property
     def guard(self) -> float | None:
         """How many times as long as usual is too long, as `outlying` says; None leaves out none."""
@@ -216,6 +265,8 @@ class OuterOptimizer:
             ".clip_norm": self.clip_norm,
             ".outlier_guard": self.outlier_guard,
             ".offload": self.offload,
+            ".direction": self.direction if isinstance(self.direction, str) else _name(self.direction),
+            ".matrices": self.matrices,
         }
         return {f"outer_optimizer{part}": str(value) for part, value in texts.items()}
 
@@ -337,7 +388,7 @@ class Settings:
     def _check_gossip(self) -> None:
         """Refuses what does not work with separate outer parameters in every group."""
         for name, why in _NOT_WITH_GOSSIP.items():
-            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO):
+            if (given := getattr(self if hasattr(self, name) else self.outer, name)) not in (None, AUTO, ELEMENTWISE):
                 raise ValueError(
                     f"{name}={given!r} does not work with route={self.route!r}, on which each group holds its own outer"
                     f" parameters: {why}. Leave {name} out, or route."
@@ -405,6 +456,17 @@ class Settings:
         given = {name: getattr(self, name) for name in ("mixing", "schedule", "weighing", "route")}
         return {**self.numbers, **{name: repr(one) for name, one in given.items() if isinstance(one, _POLICIES[name])}}
 
+    def directed(self, may_direct: bool = True) -> "Settings":
+        """Returns the settings with a direction that suits them in place of ``"auto"``.
+
+        Args:
+            may_direct: Whether the matrices of the model may be mapped before outer steps.
+        """
+        # Of a few values in different places the directions mean nothing.
+        sends_all = not self.codec.varies() and self.codec.wire_bytes(_MANY) >= _MANY // 8
+        is_plain = self.outer.make is None and sends_all and self.shares
+        return self._directed(EQUALISED if may_direct and is_plain else ELEMENTWISE)
+
     def chosen_for(self, num_groups: int, rounds: float = math.inf) -> "Settings":
         """Returns the settings for a number of groups and rounds, with what `recommended` returns for ``"auto"``."""
         if self.routing.momentum(num_groups) is not None:
@@ -416,18 +478,28 @@ class Settings:
                         f" step: outer_lr is 1 and outer_momentum 0. Leave {name} out."
                     )
             mixing = recommended().mixing if self.mixing == AUTO else self.mixing
-            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)
+            return replace(self, outer_lr=1.0, outer_momentum=0.0, mixing=mixing)._directed(ELEMENTWISE)
         is_sparse = self._is_sparse and self.outer_momentum in (AUTO, 0)
+        directed = self.directed()
         # A given schedule decides when, and how often.
         least = min(self.sync_every, rounds) if self.schedule is None else math.inf
-        suits = recommended(is_sparse, self.codec.counts_senders(), least)
-        return replace(self, **{name: getattr(suits, name) for name in self._left_open})
+        suits = recommended(is_sparse, self.codec.counts_senders(), least, directed.outer.direction)
+        return replace(directed, **{name: getattr(suits, name) for name in self._left_open})
+
+    def _directed(self, direction: Any) -> "Settings":
+        """Returns the settings with this direction in place of ``"auto"``."""
+        if self.outer.direction != AUTO:
+            return self
+        return replace(self, outer_optimizer=replace(self.outer, direction=direction))
 
     def taken_from(self, saved: Mapping[str, str]) -> "Settings":
         """Returns the settings with the numbers of a checkpoint in place of ``"auto"``."""
         # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
-        return replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
+        taken = replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
+        # What was saved before there were directions had none.
+        direction = saved.get("outer_optimizer.direction", ELEMENTWISE)
+        return taken if direction == AUTO else taken._directed(direction)
 
     @property
     def _left_open(self) -> list[str]:

@@ -27,6 +27,25 @@ class Parameter(NamedTuple):
     ndim: int = 2
 
 
+class Stack(NamedTuple):
+    """The matrices of a parameter: how many, and of which shape.
+
+    Examples:
+        >>> Stack(2, 3, 4).multiplications
+        198
+    """
+
+    number: int
+    rows: int
+    columns: int
+
+    @property
+    def multiplications(self) -> int:
+        """How many multiplications a polynomial of fifth degree takes."""
+        shorter, longer = sorted((self.rows, self.columns))
+        return self.number * shorter**2 * (2 * longer + shorter)
+
+
 @dataclass(frozen=True)
 class Fragment:
     """Parameters that travel together.
@@ -34,6 +53,7 @@ class Fragment:
     Attributes:
         names: Names of the parameters as in ``named_parameters()``, in that order.
         sizes: Their sizes in bytes, in the same order.
+        stacks: As what matrices the outer step sees each of them; None where every value is by itself.
 
     Examples:
         >>> Fragment(("head.weight", "head.bias"), (4096, 16)).nbytes
@@ -42,6 +62,7 @@ class Fragment:
 
     names: tuple[str, ...]
     sizes: tuple[int, ...]
+    stacks: tuple[Stack | None, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -273,3 +294,53 @@ def _nbytes(parameters: Sequence[Parameter]) -> int:
 
 def _fragment(parameters: Sequence[Parameter]) -> Fragment:
     return Fragment(tuple(p.name for p in parameters), tuple(p.nbytes for p in parameters))
+
+
+# Parameters as matrices, for outer steps that see more than single values
+
+
+def stack_of(shape: Sequence[int], groups: int | None = None, parts: int | None = None) -> Stack | None:
+    """Returns how a parameter is seen as matrices; None if every value of it is by itself.
+
+    ======================================  =================================================
+    parameter                               matrices
+    ======================================  =================================================
+    of one dimension, or none               none
+    of two                                  one
+    of a convolution ``(out, in, ...)``     one for each of its groups, ``(out, in * ...)``
+    of three, of any other module           one for each position along the first, as experts
+    of more, of any other module            none
+    whose matrices have one row or column   none
+    ======================================  =================================================
+
+    Args:
+        shape: The shape of the whole parameter.
+        groups: The groups of the convolution that it belongs to; None if it belongs to none.
+        parts: The number of matrices that a user asks for, along the first dimension, in place of that; 0 for none.
+
+    Raises:
+        ValueError: If the first dimension has no such parts.
+
+    Examples:
+        >>> stack_of((96, 32)), stack_of((96, 32), parts=3), stack_of((96, 32), parts=0)
+        (Stack(number=1, rows=96, columns=32), Stack(number=3, rows=32, columns=32), None)
+        >>> stack_of((64, 16, 3, 3), groups=2), stack_of((64, 1, 3, 3), groups=64), stack_of((8, 32, 64))
+        (Stack(number=2, rows=32, columns=144), None, Stack(number=8, rows=32, columns=64))
+    """
+    if parts is None:
+        parts = _usual_parts(shape, groups)
+    if parts == 0:
+        return None
+    if not shape or shape[0] % parts:
+        raise ValueError(f"it has the shape {tuple(shape)}, whose first dimension has no {parts} equal parts")
+    part = [shape[0] // parts, *shape[1:]]
+    if part[0] == 1:
+        part = part[1:]
+    rows, columns = part[0] if part else 1, math.prod(part[1:])
+    return Stack(parts, rows, columns) if min(rows, columns) > 1 else None
+
+
+def _usual_parts(shape: Sequence[int], groups: int | None) -> int:
+    if groups is not None:
+        return groups if len(shape) > 1 else 0
+    return {2: 1, 3: shape[0]}.get(len(shape), 0) if len(shape) > 1 else 0

@@ -71,6 +71,16 @@ class Communicator:
         dist.all_to_all_single(received, sent, group=self.process_group)
         return to_device(received, tensor.device)
 
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Sends every rank its part; returns what came from each, of these sizes: flat tensors of one dtype."""
+        if self.size == 1:
+            return list(parts)
+        sent = [self._staged(part).contiguous() for part in parts]
+        lengths = [part.numel() for part in sent]
+        whole = sent[self.rank].new_empty(sum(sizes))
+        dist.all_to_all_single(whole, torch.cat(sent), list(sizes), lengths, group=self.process_group)
+        return [to_device(part, parts[0].device) for part in whole.split(list(sizes))]
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Returns the plain values of all ranks, in the order of the ranks; see `encode`."""
         if self.size == 1:
@@ -139,6 +149,17 @@ class MessageCommunicator(Communicator):
         for work in works:
             work.wait()
         return [to_device(part, tensor.device) for part in received]
+
+    @override
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        sent = [self._staged(part).contiguous() for part in parts]
+        received = [sent[self.rank].new_empty(size) for size in sizes]
+        received[self.rank] = sent[self.rank]
+        works = [self._receive(received[rank], rank) for rank in self._others if sizes[rank]]
+        works += [self._send(sent[rank], rank) for rank in self._others if sent[rank].numel()]
+        for work in works:
+            work.wait()
+        return [to_device(part, parts[0].device) for part in received]
 
     @override
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:

@@ -33,6 +33,7 @@ from lightning_sdiloco.algorithm.reduce import TwoShot, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Control, Weighed
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.engine.flight import norm_squared
+from lightning_sdiloco.engine.matrices import direct_shards
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.per_rank import Entries, Read, differing_from_first, entries_of, put, read_safely
 from lightning_sdiloco.engine.shards import (
@@ -657,9 +658,10 @@ def _land(
         weighed.states[names] = settings.aggregation.heard(controls, weighed.states[names])
         if not count.factors:
             continue
-        for shard, optimizer in enumerate(optimizers):
+        means = list[OuterState]()
+        for shard in range(len(shards)):
             saved = [group[shard]["fragments"][fragment] for group in groups]
-            gradient = reduction.at(controls[0].step).reduce_locally(
+            mean = reduction.at(controls[0].step).reduce_locally(
                 [group[shard]["gradient"] for group in flights],
                 [one["memory"] for one in saved],
                 [one["residual"] for one in saved],
@@ -667,7 +669,11 @@ def _land(
                 [one.get("tuning") for one in saved],
                 [group[shard].get("choice", 0) for group in flights],
             )
-            before, is_dense = shards[shard][fragment], flights[0][0].get("is_dense", False)
+            means.append(OuterState(mean, {}, rounds=0))
+        gradients = direct_shards(groups[0][0]["fragments"][fragment], means, settings.outer.map)
+        is_dense = flights[0][0].get("is_dense", False)
+        for shard, gradient in enumerate(gradients):
+            before, optimizer = shards[shard][fragment], optimizers[shard]
             shards[shard][fragment] = optimizer.step(fragment, before, before.values, gradient, is_dense=is_dense)
         outer = buffers[fragment]
         kinds = groups[0][0]["fragments"][fragment]["buffer_kinds"]

@@ -35,6 +35,7 @@ from lightning_sdiloco.engine.checkpoint import (
 )
 from lightning_sdiloco.engine.flight import Flight, ThreadBackground
 from lightning_sdiloco.engine.fragments import Landing, Span
+from lightning_sdiloco.engine.matrices import proofs, with_direction
 from lightning_sdiloco.engine.outer import storage_for
 from lightning_sdiloco.engine.outer_view import GroupMean, LocalValues, OuterView
 from lightning_sdiloco.engine.per_rank import extra_state, load_extra_state
@@ -188,9 +189,10 @@ class StreamingDiLoCo:
     ) -> None:
         given = Settings.among(locals())
         self.topology = topology_for(model, given, 1 if federation else worker_groups, topology).for_engine()
-        self.given, self.settings = given, given.chosen_for(self.topology.num_groups)
         require_own_group(model, self.topology)
         self.model = unwrapped(model)
+        self.given = given
+        self.settings = self._chosen(given)
         is_site = federation is not None
         copies = WeightCopies(inner_optimizers)
         parts, device = agreed_fragments(self.model, self.settings, self.topology, copies, is_site=is_site)
@@ -204,6 +206,7 @@ class StreamingDiLoCo:
         align_ranks(self.model, self.rounds.fragments, self.topology)
         kinds = {name: kind for own in self.rounds.fragments for name, kind in own.untrained.kinds_by_name().items()}
         same = {f"the kind of {name!r}": kind.value for name, kind in kinds.items()}
+        same |= proofs(parts, self.settings.outer.map, device)
         require_same_settings({**self.rounds.described(), **same}, self.topology.world)
         self.site = federation.site if federation else None
         self.loop: Loop = self.rounds
@@ -219,6 +222,9 @@ class StreamingDiLoCo:
         self._is_closed = False
         self.watch = WorldWatch(_ADVICE, "inner steps")
         """Watches from one inner step to the next; stopped where Lightning runs the loop."""
+
+    def _chosen(self, given: Settings) -> Settings:
+        return with_direction(given, self.model, self.topology).chosen_for(self.topology.num_groups)
 
     def _cut(self, fragments: Sequence[Fragment]) -> None:
         """Takes the model as it is for the outer one, cut into these fragments."""
@@ -613,7 +619,7 @@ class StreamingDiLoCo:
         if settings != self.settings:
             self._require_no_site()
             self.settings = settings
-            self._cut(self.fragments)
+            self._cut(cut(self.model, settings).fragments)
         self.rounds.load_records(state)
         # First, because hooks of a module may restore parameters with its extra state.
         load_extra_state(self.model, state["extra_state"])
@@ -655,7 +661,8 @@ class StreamingDiLoCo:
         self.rounds.require_no_launch(self.inner_steps, settings)
         before, weighed, began_at = self.rounds.fragments, self.rounds.weighed(), self.rounds.began_at
         outer = named_outer(before, self.topology.in_group)
-        self.given, self.settings = settings, settings.chosen_for(self.topology.num_groups)
+        self.given = settings
+        self.settings = self._chosen(settings)
         self._cut(cut(self.model, settings).fragments)
         self.rounds.begin(outer, weighed, began_at)
         for fragment in self.rounds.fragments:

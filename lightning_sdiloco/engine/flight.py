@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from statistics import median
 from typing import Any, Generic, TypeVar, cast
@@ -186,10 +186,8 @@ class Synchronizer:
         # The outer step takes the mean.
         norm = whole_norm(fragment.norm(launch.purpose, mean), in_group)
         began = time.perf_counter()
-        counts, is_dense = bool(count.factors), launch.is_dense
-        outer = outer_step(
-            fragment, fragment.outer, launch.outer, mean, counts=counts, final=not is_round, is_dense=is_dense
-        )
+        step = partial(outer_step, fragment, fragment.outer, launch.outer, mean, in_group)
+        outer = step(counts=bool(count.factors), final=not is_round, is_dense=launch.is_dense)
         rule: LandingRule = Mix(0.0)
         if is_round and controls[topology.group_index].finite and topology.group_index not in count.outlying:
             # Where no group has trained, nothing moves.
@@ -197,7 +195,7 @@ class Synchronizer:
         rows = rule.gathered(launch.gradient, launch.outer, outer.values)
         gathered = [fragment.layout.all_gather(row, in_group) for row in rows]
         spans["outer_step"] = span_from(began, device)
-        report = reported(launch.fragment, launch.step, controls, count, outer.lr, norm, spans)
+        report = reported(launch.fragment, launch.step, controls, count, outer, norm, spans)
         report = report._replace(bytes_sent=sent, bytes_received=received, on_link_s=on_link_s)
         if loss is not None and agreed is not None:
             report = report._replace(diagnostics=_diagnosed(loss, agreed, launch, outer.state, in_group))
@@ -395,15 +393,26 @@ def outer_step(
     before: OuterState,
     values: Tensor,
     gradient: Tensor,
+    group: Communicator,
     *,
     counts: bool,
     final: bool,
     is_dense: bool,
 ) -> OuterState:
-    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes."""
+    """Returns the outer state after a landing; its values are on the device of the gradient, which it takes.
+
+    In-group collective.
+    """
     if not final and counts:
-        return fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
-    return before._replace(values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0)
+        norm = math.nan
+        if fragment.matrices.stacks:
+            fragment.matrices.direct(gradient, group)
+            norm = whole_norm(torch.linalg.vector_norm(gradient), group)
+        after = fragment.optimizer.step(fragment.index, before, values, gradient, is_dense=is_dense)
+        return after._replace(direction_norm=norm)
+    return before._replace(
+        values=torch.sub(values, gradient, out=gradient) if final else values, lr=0.0, direction_norm=math.nan
+    )
 
 
 def reported(
@@ -411,7 +420,7 @@ def reported(
     step: int,
     controls: Sequence[Control],
     count: Count,
-    outer_lr: float,
+    outer: OuterState,
     norm: float,
     spans: Mapping[str, Span],
 ) -> Landing:
@@ -421,7 +430,7 @@ def reported(
         requests=reduce(or_, [control.requests for control in controls]),
         left_out=tuple([group for group, control in enumerate(controls) if not control.finite]),
         outlying=count.outlying,
-        outer_lr=outer_lr,
+        outer_lr=outer.lr,
         outer_grad_norm=norm,
         bytes_sent=0,
         exposed_wait_s=0.0,
@@ -433,6 +442,7 @@ def reported(
         spans=spans,
         diagnostics=None,
         step_times=tuple([control.step_time for control in controls]),
+        direction_norm=outer.direction_norm,
     )
 
 

@@ -59,6 +59,7 @@ from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.weighting import combined
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
+from lightning_sdiloco.engine.matrices import Matrices
 from lightning_sdiloco.engine.outer import (
     OuterState,
     OuterStorage,
@@ -153,7 +154,7 @@ class Landing(NamedTuple):
         left_out: The groups left out of the mean because their outer gradient was not finite.
         outlying: The groups that ``outlier_guard`` left out of the mean.
         outer_lr: Learning rate of the outer step; 0 if there was none, because no group had trained.
-        outer_grad_norm: Norm of the mean outer gradient of the whole fragment.
+        outer_grad_norm: Norm of the mean outer gradient of the whole fragment, before its direction was taken.
         bytes_sent: Bytes that this rank sent to other groups for this flight.
         exposed_wait_s: Seconds for which the training thread waited for the flight.
         in_flight_s: Seconds from the launch until the result was there.
@@ -169,6 +170,7 @@ class Landing(NamedTuple):
             arrived before this rank began to wait for them, or were too short to be measured every time.
         sites: In a federation: the names of the sites that counted in the round, including this one unless it was late.
         step_times: Seconds of an inner step of each group at the launch, by group, to three digits; 0 if unknown.
+        direction_norm: Norm of its direction; NaN if there was no outer step, or no parameter is a matrix.
 
     Examples:
         >>> from lightning_sdiloco import SimulatedGroups
@@ -198,6 +200,7 @@ class Landing(NamedTuple):
     on_link_s: float = math.nan
     sites: tuple[str, ...] = ()
     step_times: tuple[float, ...] = ()
+    direction_norm: float = math.nan
 
     def seconds(self, name: str) -> float:
         """Returns how long one of the `spans` was; 0 if there was none."""
@@ -244,10 +247,12 @@ class FragmentState:
         weighing: Any,
         optimizer: ShardOptimizer,
         storage: OuterStorage,
+        matrices: Matrices,
         shares: bool = True,
     ) -> None:
         self.index = index
         self.layout = layout
+        self.matrices = matrices
         self.untrained = untrained
         self.outer = outer
         self.memory: Tensor | None = None
@@ -451,6 +456,7 @@ class FragmentState:
             **self.layout.state_dict(),
             **self.outer.state_dict(),
             **self.untrained.state_dict(),
+            **self.matrices.state_dict(),
             **{name: None if own is None else own.to("cpu") for name, own in kept.items()},
             # That of the default is the last norms of all groups; other weighings came later.
             "norms": self.weighing,
@@ -490,9 +496,18 @@ def fragments_of(
     layouts = layouts_of(fragments, trainable(model), topology)
     untrained = untrained_state_of(model, fragments, settings.untrained or {}, [record.untrained for record in before])
     optimizer = outer_optimizer_for(settings, [storage.store(layout.read()) for layout in layouts], storage)
-    parts = zip(layouts, untrained, optimizer.take_initial(), strict=True)
-    started = [settings.aggregation.start(topology.num_groups) for _ in layouts]
+    initial = optimizer.take_initial()
     return [
-        FragmentState(index, *own, started[index], optimizer, storage, settings.shares)
-        for index, own in enumerate(parts)
+        FragmentState(
+            index,
+            layout,
+            untrained[index],
+            initial[index],
+            settings.aggregation.start(topology.num_groups),
+            optimizer,
+            storage,
+            Matrices(fragments[index], layout, settings.outer.map, topology),
+            settings.shares,
+        )
+        for index, layout in enumerate(layouts)
     ]

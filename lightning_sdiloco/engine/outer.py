@@ -129,6 +129,7 @@ class OuterState(NamedTuple):
     state: dict[str, Any]
     rounds: int
     lr: float = 0.0
+    direction_norm: float = nan
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "OuterState":
         """Returns the state with its values, and everything that the optimizer keeps for each of them, moved."""

@@ -211,13 +211,21 @@ class ShardSpec(NamedTuple):
     length: int
     holders: list[int]
 
+    @property
+    def _holds_all(self) -> bool:
+        return all(runs == [(0, size)] for runs, size in zip(self.runs, self.shape, strict=True))
+
     def extract(self, whole: Tensor) -> Tensor:
         """Returns the values that the rank exchanges, out of the flat whole parameter."""
+        if self._holds_all:
+            return whole[self.first : self.first + self.length]
         return whole.view(self.shape)[self._indices()].reshape(-1)[self.first : self.first + self.length]
 
     def insert(self, whole: Tensor, values: Tensor) -> None:
         """Writes the values that the rank exchanges into the flat whole parameter."""
-        if self.length:
+        if self._holds_all:
+            whole[self.first : self.first + self.length] = values
+        elif self.length:
             box = whole.view(self.shape)[self._indices()]
             # Picking by indices makes a copy.
             box.view(-1)[self.first : self.first + self.length] = values
@@ -418,6 +426,26 @@ def to_parameters(fragment: Mapping[str, Any], shards: Sequence[OuterState]) -> 
     }
 
 
+def to_shards(fragment: Mapping[str, Any], parameters: Mapping[str, Tensor], lengths: Sequence[int]) -> list[Tensor]:
+    """Cuts flat whole parameters into shards of these lengths: what `to_parameters` joins.
+
+    Examples:
+        >>> fragment = {"names": ["weight", "bias"], "sizes": [2, 1]}
+        >>> parameters = {"weight": torch.tensor([1.0, 2.0]), "bias": torch.tensor([4.0])}
+        >>> [shard.tolist() for shard in to_shards(fragment, parameters, [2, 2])]
+        [[1.0, 2.0], [4.0, 0.0]]
+    """
+    if "places" not in fragment:
+        whole = torch.cat([parameters[name] for name in fragment["names"]])
+        return list(_padded(whole, sum(lengths)).split(list(lengths)))
+    shards = list[Tensor]()
+    for rank, length in enumerate(lengths):
+        specs = [ShardSpec(*places[rank]) for places in fragment["places"]]
+        parts = [spec.extract(parameters[name]) for name, spec in zip(fragment["names"], specs, strict=True)]
+        shards.append(_padded(torch.cat(parts), length))
+    return shards
+
+
 class FragmentLayout(ABC):
     """Lays out the parameters of a fragment as flat vectors: the shard of this rank is what it exchanges of them."""
 
@@ -463,6 +491,10 @@ class FragmentLayout(ABC):
     @abstractmethod
     def all_gather(self, shard: Tensor, group: Communicator) -> Tensor:
         """Gathers all that this rank holds of the fragment from the shards of its group. In-group collective."""
+
+    @abstractmethod
+    def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
+        """Returns what each rank of the group exchanges, parameter by parameter: shards hold one behind the other."""
 
     @abstractmethod
     def shard_lengths(self, ranks: int) -> list[int]:
@@ -616,6 +648,22 @@ class WholeLayout(FragmentLayout):
         return shard if group.size == 1 else torch.cat(group.all_gather(shard))
 
     @override
+    def specs(self, ranks: int) -> list[list[ShardSpec]]:
+        length = self.shard_lengths(ranks)[0]
+        specs = list[list[ShardSpec]]()
+        position = 0
+        for parameter in self.parameters:
+            shape = tuple(parameter.shape)
+            of_ranks = list[ShardSpec]()
+            for rank in range(ranks):
+                first = min(max(rank * length - position, 0), parameter.numel())
+                end = min(max((rank + 1) * length - position, 0), parameter.numel())
+                of_ranks.append(ShardSpec(shape, [[(0, size)] for size in shape], first, end - first, [*range(ranks)]))
+            specs.append(of_ranks)
+            position += parameter.numel()
+        return specs
+
+    @override
     def shard_lengths(self, ranks: int) -> list[int]:
         return [-(-sum(parameter.numel() for parameter in self.parameters) // ranks)] * ranks
 
@@ -674,6 +722,10 @@ class ShardedLayout(FragmentLayout):
                 own[index] = torch.cat([part[start : start + length] for part, start, length in of_holders])
                 starts = [start + spec.length for start, spec in zip(starts, ranks, strict=True)]
         return torch.cat(own)
+
+    @override
+    def specs(self, ranks: int) -> Sequence[Sequence[ShardSpec]]:
+        return self._specs
 
     @override
     def shard_lengths(self, ranks: int) -> list[int]:

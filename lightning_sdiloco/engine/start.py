@@ -6,6 +6,7 @@ fragments. Outer state outlives these by name: when a model is cut again, or an 
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from itertools import chain
@@ -26,6 +27,7 @@ from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology, checked_worker_groups, is_connected, ranks_in, world
 from lightning_sdiloco.compression import FP4
 from lightning_sdiloco.engine.fragments import FragmentState
+from lightning_sdiloco.engine.matrices import stacks_of
 from lightning_sdiloco.engine.outer import OuterState, ShardOptimizer, nesterov_step
 from lightning_sdiloco.engine.shards import (
     CutModel,
@@ -174,7 +176,15 @@ def cut(model: nn.Module, settings: Settings) -> Partition:
             " freeze it."
         )
     frozen = [clean_name(name) for name, parameter in model.named_parameters() if not parameter.requires_grad]
-    return partition(described(parameters), settings.fragments, aliases(model), frozen)
+    cut_by_size = partition(described(parameters), settings.fragments, aliases(model), frozen)
+    if settings.outer.map is None:
+        return cut_by_size
+    stacks = stacks_of(model, settings.outer.matrices or {})
+    fragments = [
+        replace(fragment, stacks=tuple([stacks.get(name) for name in fragment.names]))
+        for fragment in cut_by_size.fragments
+    ]
+    return cut_by_size._replace(fragments=tuple(fragments))
 
 
 @torch.no_grad()

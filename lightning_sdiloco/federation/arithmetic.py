@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings
+from lightning_sdiloco.algorithm.partition import Fragment
 from lightning_sdiloco.algorithm.reduce import AllReduce, all_reduce_for
 from lightning_sdiloco.algorithm.weighting import Aggregation, Control, Count, combined, plain
 from lightning_sdiloco.comm.communicator import Communicator
@@ -25,6 +27,7 @@ from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import resolve, weighted_mean
 from lightning_sdiloco.engine.flight import norm_squared, outer_step, reported, span_from, whole_norm
 from lightning_sdiloco.engine.fragments import Arrival, FragmentState, Launch
+from lightning_sdiloco.engine.matrices import proofs
 from lightning_sdiloco.engine.outer import OuterState, outer_optimizer_for
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import FragmentLayout, digest, is_sharded
@@ -127,10 +130,9 @@ class SiteArithmetic:
         decoded = span_from(began, values.device)
         # The outer step takes the mean.
         norm, began = whole_norm(torch.linalg.vector_norm(mean), self._site), time.perf_counter()
-        is_dense = self._schedule.is_dense_round(record.round)
-        outer = outer_step(
-            fragment, before, values, mean, counts=bool(count.factors), final=record.final, is_dense=is_dense
-        )
+        counts, is_dense = bool(count.factors), self._schedule.is_dense_round(record.round)
+        step = partial(outer_step, fragment, before, values, mean, self._site)
+        outer = step(counts=counts, final=record.final, is_dense=is_dense)
         gathered = fragment.layout.all_gather(outer.values, self._site)
         untrained = self._untrained(fragment, record, sites, own)
         spans = {"decode": decoded, "outer_step": span_from(began, values.device)}
@@ -145,7 +147,7 @@ class SiteArithmetic:
             untrained=untrained,
             changed=0,
             trained=[control.weight for control in controls],
-            landing=reported(record.fragment, record.round, controls, count, outer.lr, norm, spans),
+            landing=reported(record.fragment, record.round, controls, count, outer, norm, spans),
         )
         moved = gathered - fragment.layout.all_gather(values, self._site)
         digests = digests_of([values, outer.values], [fragment.layout.start] * 2, self._site)
@@ -300,7 +302,7 @@ def to_bytes(values: Tensor) -> bytes:
 _TESTED = 4099
 
 
-def self_test(settings: Settings, device: torch.device) -> str:
+def self_test(settings: Settings, fragments: Sequence[Fragment], device: torch.device) -> str:
     """Returns what the arithmetic of this site makes of known values: compression, weights, mean and outer step."""
     # No random numbers: torch's differ between processors.
     numbers = (torch.arange(_TESTED, dtype=torch.int64) * 7919 * (2 * seed + 1) % 2003 - 1001 for seed in range(4))
@@ -313,7 +315,7 @@ def self_test(settings: Settings, device: torch.device) -> str:
     ]
     optimizer = outer_optimizer_for(settings, [outer])
     state = optimizer.take_initial()[0]
-    seal = hashlib.sha256()
+    seal = hashlib.sha256(repr(proofs(fragments, settings.outer.map, device)).encode())
     for _ in range(2):
         mean = all_reduce.mean(payloads, Aggregation(settings.outer.clip_norm).count(controls), like=outer)
         state = optimizer.step(0, state, state.values, mean)

@@ -1,18 +1,20 @@
 """A user's settings of a federation: its hub, the terms of its founding, and how a site joins it."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from lightning_sdiloco.algorithm.config import Settings, fault_of, is_real, is_whole
 from lightning_sdiloco.algorithm.merge import LandingRule
 from lightning_sdiloco.algorithm.reduce import kind_and_backend
 from lightning_sdiloco.comm.topology import Topology
 from lightning_sdiloco.compression import FP4, ErrorFeedback, Float32
+from lightning_sdiloco.engine.fragments import FragmentState
 from lightning_sdiloco.engine.rounds import Rounds
 from lightning_sdiloco.engine.shards import ShardedLayout, trainable
 from lightning_sdiloco.engine.untrained import UntrainedState
@@ -199,6 +201,17 @@ def code_of(settings: Settings) -> Literal["fp4", "fp32"] | None:
     return "fp4" if type(inner) is FP4 else "fp32" if type(inner) is Float32 else None
 
 
+def described_parameters(fragment: FragmentState, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Yields name, shape and dtype of the parameters of a fragment, and as what matrices the outer step sees them."""
+    for name in fragment.layout.names:
+        # `RunConfig.sizes` reads the shape.
+        described = f"{tuple(parameters[name].shape)} {parameters[name].dtype}"
+        stack = fragment.matrices.stacks.get(name)
+        if stack is not None:
+            described += f" as {stack.number} of {stack.rows} x {stack.columns}"
+        yield name, described
+
+
 def described_untrained(state: UntrainedState) -> Iterator[tuple[str, str]]:
     """Yields name, shape, dtype and kind of all that is no trainable parameter."""
     for name, kind, outer in zip(state.names, state.kinds, state.outer, strict=True):
@@ -229,11 +242,7 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
         del described["dense_beginning"]
     parameters = trainable(rounds.model)
     fragments = tuple(
-        (
-            *((name, f"{tuple(parameters[name].shape)} {parameters[name].dtype}") for name in own.layout.names),
-            *described_untrained(own.untrained),
-        )
-        for own in rounds.fragments
+        (*described_parameters(own, parameters), *described_untrained(own.untrained)) for own in rounds.fragments
     )
     return RunConfig(
         run=federation.run,
@@ -245,5 +254,5 @@ def run_config_of(federation: Federation, rounds: Rounds) -> RunConfig:
             tuple(own.layout.lengths) if isinstance(own.layout, ShardedLayout) else () for own in rounds.fragments
         ),
         versions={"torch": str(torch.__version__).split("+")[0], "lightning-sdiloco": VERSION},
-        self_test=self_test(settings, rounds.fragments[0].storage.device),
+        self_test=self_test(settings, rounds.partition, rounds.fragments[0].storage.device),
     )

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
+from lightning_sdiloco.engine.matrices import may_direct
 from lightning_sdiloco.engine.start import align_at_end, align_model, cut, require_same_model, require_same_start
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
@@ -131,13 +132,14 @@ class Fit(FitState):
         topology = self.groups.topology
         self.checkpointer.make_trainable(model)
         require_same_model(model, topology.world)
-        self._results.fragments = cut(model, self.options.settings).fragments
+        settings = self.options.settings.directed(may_direct(model, topology.world))
+        self._results.fragments = cut(model, settings).fragments
         align_model(model, topology)
 
     def start(self, module: Any, optimizers: list[Optimizer]) -> None:
         """Makes the engine. The weights are final only now: checkpoints are restored, and user hooks have run."""
         require_same_start(self.checkpointer.start, self.groups.topology.world)
-        self.options.choose_for_length(self.groups.topology, self._known_steps)
+        self.options.choose_for_length(module, self.groups.topology, self._known_steps)
         engine = StreamingDiLoCo(
             module,
             topology=self.groups.topology,

@@ -54,7 +54,7 @@ _CHARTS = {
     "Time in flight (ms)": tuple(
         f"{part}_ms" for part in ("in_flight", "encode", "transfer", "decode", "second_hop", "outer_step")
     ),
-    "Outer gradient": ("outer_grad_norm", "outer_grad_norm_group_.*"),
+    "Outer gradient": ("outer_grad_norm", "direction_norm", "outer_grad_norm_group_.*"),
     "Cosine with the mean": ("cosine_group_.*",),
     "Outer step": ("outer_lr", "outer_momentum_norm"),
     "Local from outer parameters": ("local_distance",),
@@ -82,6 +82,7 @@ def scalars_of(landing: Landing) -> dict[str, float]:
         "link_gbit_s": landing.link_gbit_s,
         "outer_grad_norm": landing.outer_grad_norm,
         **{f"outer_grad_norm_group_{group}": norm for group, norm in enumerate(landing.group_norms)},
+        "direction_norm": landing.direction_norm,
         "outer_lr": landing.outer_lr,
         "groups_counted": len(landing.counted),
         "groups_left_out": len(landing.left_out),
@@ -672,6 +673,8 @@ class Announcement:
             f"{name}={value if isinstance(value, str) else format(value, 'g')}"
             for name, value in settings.numbers_and_policies.items()
         )
+        if any(fragment.matrices.stacks for fragment in engine.rounds.fragments):
+            numbers += f", direction={settings.outer.described()['outer_optimizer.direction']}"
         if settings.outer.make is not None:
             numbers += f", outer_optimizer={engine.rounds.outer_optimizer.summary}"
         counts = ((topology.num_groups, "worker group"), (topology.group_size, "rank"), (len(shards), "fragment"))

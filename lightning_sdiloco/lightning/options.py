@@ -25,6 +25,7 @@ from lightning_sdiloco.algorithm.config import AUTO, Settings, dense_for, overla
 from lightning_sdiloco.algorithm.reduce import TwoShot, kind_and_backend
 from lightning_sdiloco.algorithm.schedule import DenseBeginning
 from lightning_sdiloco.comm.topology import Topology, checked_worker_groups
+from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.shards import trainable
 from lightning_sdiloco.federation.config import Federation
 from lightning_sdiloco.planning.link import Link
@@ -214,7 +215,7 @@ class Options:
         """The settings that are chosen after the first inner steps, until they are."""
         return (*self.auto, "dense_beginning") if self.chooses_dense else self.auto
 
-    def choose_for_length(self, topology: Topology, steps: float) -> None:
+    def choose_for_length(self, model: nn.Module, topology: Topology, steps: float) -> None:
         """Chooses dense beginning and outer step for a fit of ``steps`` inner steps, as far as no checkpoint has them.
 
         All ranks must call it. Neither of the two depends on the length of a fit in a federation, whose sites are not
@@ -224,6 +225,7 @@ class Options:
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
+        self.settings = with_direction(self.settings, model, topology)
         if self.chooses_dense and not self.is_planned:
             dense = dense_for(topology.num_groups, self.steps, self.settings)
             self.settings = replace(self.settings, dense_beginning=dense)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_sdiloco.algorithm.partition import Fragment
+from lightning_sdiloco.algorithm.partition import Fragment, Stack
 from lightning_sdiloco.algorithm.schedule import Schedule
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.lightning.options import Options
@@ -151,7 +151,7 @@ class LauncherMixin(_Base):
         written = {path.name.removesuffix(_BYTES): path.read_bytes() for path in folder.glob(f"*{_BYTES}")}
         super().update_main_process_results(trainer, {**extra, **written})
         if (folder / _SUMMARY).exists():
-            with torch.serialization.safe_globals([Fragment, Schedule]):
+            with torch.serialization.safe_globals([Fragment, Stack, Schedule]):
                 fragments, schedule, outer, counts = torch.load(folder / _SUMMARY, weights_only=True)
             trainer.strategy.results.other = Summary(
                 fragments, schedule, partial(deepcopy, outer), partial(dict, counts)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -187,7 +187,7 @@ WIDTH = 64
 COPY = 4 * WIDTH * WIDTH  # bytes of a float32 copy of a fragment
 
 
-def most_of(layers: int, choices: dict[str, Any]) -> dict[str, float]:
+def most_of(layers: int, choices: dict[str, Any], direction: Literal["equalised", "elementwise"]) -> dict[str, float]:
     """How many copies of a fragment were at once on the device beside the model, by what was done."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers))).to("pretend")
     before, most = pretend.memory_allocated(), dict[str, float]()
@@ -213,7 +213,7 @@ def most_of(layers: int, choices: dict[str, Any]) -> dict[str, float]:
             return taken
 
     every: dict[str, Any] = {"sync_every": 2 * layers, "overlap_steps": 1, **choices}
-    every |= {"fragments": "strided:1", "outer_optimizer": OuterOptimizer(offload=True)}
+    every |= {"fragments": "strided:1", "outer_optimizer": OuterOptimizer(offload=True, direction=direction)}
     engine = counted("start", partial(StreamingDiLoCo, model, **every))
     for number in range(5 * layers):
         counted("step", step)
@@ -231,13 +231,18 @@ def test_beside_ddps_buckets_and_a_byte_the_device_holds_what_is_in_flight() -> 
     """In steps, evaluations, checkpoints and the end."""
     # Outer parameters and momentum come from the host for the flight, and the new ones go there: five copies. A memory
     # comes and goes too.
-    cases = [({"exchange": "two_shot"}, 5), ({"compression": ErrorFeedback(Int4())}, 6)]
+    # A fragment here is one matrix. While that is mapped, there are five more of it in float64.
+    cases: list[tuple[dict[str, Any], Literal["equalised", "elementwise"], int]] = [
+        ({"exchange": "two_shot"}, "elementwise", 5),
+        ({"compression": ErrorFeedback(Int4())}, "elementwise", 6),
+        ({}, "equalised", 5 + 10),
+    ]
 
     def run(rank: int, world_size: int) -> list[list[dict[str, float]]]:
         pretend.install()
-        return [[most_of(layers, choices) for layers in (8, 16)] for choices, _ in cases]
+        return [[most_of(layers, choices, direction) for layers in (8, 16)] for choices, direction, _ in cases]
 
-    for (small, large), (_, copies) in zip(run_ranks(run, 2)[0], cases, strict=True):
+    for (small, large), (_, _, copies) in zip(run_ranks(run, 2)[0], cases, strict=True):
         for most, layers in ((small, 8), (large, 16)):
             # What one flight takes at most, with what is prefetched for the next one.
             assert most["start"] <= copies

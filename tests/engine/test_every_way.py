@@ -79,6 +79,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 CASES |= {
     "gather": {"exchange": "gather"},
+    "matrices": {"outer_optimizer": OuterOptimizer(direction="equalised", matrices={"0.weight": 0})},
     "uneven parts": {"exchange": TwoShot((0.7, 0.3, 0)), "compression": "fp4+memory", "mixing": 0.25},
     "mean over senders": {"compression": ErrorFeedback(TopK(1 / 16, Int2(), over="senders"), decay=0.95)},
     "thresholds that are kept": {"compression": ErrorFeedback(Threshold(1 / 16, Int2(), every=3))},

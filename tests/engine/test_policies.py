@@ -540,15 +540,18 @@ def test_what_waits_in_a_memory_is_a_momentum_already_and_numbers_that_do_not_su
         TopK(1 / 64, Int2()): False,  # without a memory, momentum is worth what it is elsewhere
         ErrorFeedback(RandomK(64, FP4())): False,  # all groups send the same values
     }
+    few = (TopK(1 / 64, Int2()), ErrorFeedback(RandomK(64, FP4())))
     for compression, is_sparse in kinds.items():
         chosen = Settings(compression=compression).chosen_for(2)
-        assert OuterStep(**chosen.numbers) == recommended(is_sparse)
+        direction = chosen.outer.direction
+        assert OuterStep(**chosen.numbers) == recommended(is_sparse, direction=direction)
+        assert (direction == "elementwise") == (is_sparse or compression in few)
         assert (chosen.outer_momentum == 0) == is_sparse
     sparse = recommended(is_sparse=True)
     assert SPARSE_GAINS[0] < sparse.outer_lr / (1 - sparse.outer_momentum) < SPARSE_GAINS[1]
     assert Settings(compression="sparse", outer_momentum=0.0).chosen_for(2).outer_lr == sparse.outer_lr
     # A momentum that was given does not get the rate of none.
-    assert Settings(compression="sparse", outer_momentum=0.9).chosen_for(2).outer_lr == recommended().outer_lr
+    assert Settings(compression="sparse", outer_momentum=0.9).chosen_for(2).outer_lr == 0.7
     assert Settings(compression=SENDERS).chosen_for(4).outer_lr == 1.0 < sparse.outer_lr
     cases: list[tuple[dict[str, Any], bool]] = [
         ({"outer_momentum": 0.9}, True),

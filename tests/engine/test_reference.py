@@ -240,7 +240,7 @@ def test_groups_that_run_dry_and_a_schedule_follow_the_loops(data: Any, batches:
         "micro_batches": lambda group, step: 1 + (group + step * warm_up) % 3,
     }
     rate = lambda number: min(1.0, (number + 1) / (warm_up + 1))  # noqa: E731
-    schedule = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate))
+    schedule = OuterOptimizer(lr_schedule=partial(LambdaLR, lr_lambda=rate), direction="elementwise")
     loops = {**choices, "outer_lr": lambda number: base * rate(number), "dense": dense}
     own = {**choices, "outer_lr": base, "outer_optimizer": schedule, "compression": "fp32"}
     own["dense_beginning"] = dense_beginning

@@ -193,6 +193,11 @@ class Threads(Communicator):
         assert len({(one.shape, one.dtype) for one in every}) == 1
         return every
 
+    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        received: list[Tensor] = [sent[self.rank] for sent in self.all_gather_object([part.clone() for part in parts])]
+        assert [part.numel() for part in received] == list(sizes)
+        return received
+
     def broadcast(self, tensor: Tensor) -> None:
         tensor.copy_(self.all_gather(tensor)[0])
 

@@ -68,6 +68,8 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         ({"compression": KEPT}, 0),
         ({"compression": RandomK(4, FP4()), "dense_beginning": DenseBeginning(5, 3)}, 0),
         ({"compression": KEPT, "outer_optimizer": FALLING, "dense_beginning": DenseBeginning(4, 4, 1)}, 0),
+        ({"outer_optimizer": OuterOptimizer(direction="equalised")}, 1),
+        ({"outer_optimizer": OuterOptimizer(direction="equalised"), "dense_beginning": DenseBeginning(5, 3)}, 0),
     ],
     ids=[
         "fp4_and_clip",
@@ -76,6 +78,8 @@ def in_the_fixed_world(groups: int, **choices: Any) -> list[Tensor]:
         "kept",
         "dense_and_random_k",
         "dense_and_a_rate_that_falls",
+        "matrices",
+        "dense_and_matrices",
     ],
 )
 def test_where_nobody_is_late_the_bits_are_those_of_the_fixed_world(choices: dict[str, Any], absent: int) -> None:
@@ -595,9 +599,10 @@ def in_common(sites: list[list[Site]], rounds: Sequence[int] = (3, 2, 2)) -> dic
     return common[0]
 
 
-def test_how_many_ranks_a_site_has_changes_no_bit() -> None:
+@pytest.mark.parametrize("direction", ["elementwise", "equalised"])
+def test_how_many_ranks_a_site_has_changes_no_bit(direction: Any) -> None:
     # Each is weighed with four samples, of which ranks may have trained unequal numbers.
-    choices = {**CHOICES, "compression": "fp32"}
+    choices = {**CHOICES, "compression": "fp32", "outer_optimizer": OuterOptimizer(direction=direction)}
     alone = train_ranked((1, 1, 1), 26, normed, (4, 4, 4), **choices)
     heard, gathered = [], list[int]()
 
@@ -845,7 +850,8 @@ def test_a_round_that_is_open_when_an_operator_ends_the_run_closes_as_any_other_
 
 
 def test_what_is_sent_in_float32_is_read_so_beside_what_is_not() -> None:
-    still, other = founded(2, **CHOICES, outer_lr=1.0, outer_momentum=0.0)
+    outer = OuterOptimizer(direction="elementwise")
+    still, other = founded(2, **CHOICES, outer_lr=1.0, outer_momentum=0.0, outer_optimizer=outer)
     still.optimizer.param_groups[0]["lr"] = 0.0
     train([still, other], 7)
     held, send = list[Any](), still.connection.contribute

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks import quality
 from benchmarks import training as benchmark
 from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
+from lightning_sdiloco.algorithm.direction import equalised
 from lightning_sdiloco.comm.exchange import DeviceBackend, nccl_on
 from lightning_sdiloco.comm.topology import GroupLayout, Topology
 from lightning_sdiloco.compression import COMPRESSIONS, Compression, ErrorFeedback, RandomBlock, RandomK, TopK
@@ -110,6 +111,17 @@ def codecs(place: Place, rank: int, world_size: int) -> Found:
             codec.mean([(each.to(place.device), factor) for each, factor in zip(payloads, factors, strict=True)], out)
             assert_same(out, expected, f"{name}: the mean of the device differs")
     return {"values": values.numel()}
+
+
+def directions(place: Place, rank: int, world_size: int) -> Found:
+    shapes = [(1, 48, 192), (3, 17, 5)] if place.quick else [(1, 48, 192), (3, 17, 5), (2, 1024, 4096), (1, 32768, 512)]
+    generator = torch.Generator().manual_seed(0)
+    for shape in shapes:
+        matrices = torch.randn(shape, generator=generator)
+        matrices[0, 0] = 0.0
+        directed = equalised(matrices.to(place.device))
+        assert_same(directed, equalised(matrices), f"matrices of shape {shape}: those of the device differ")
+    return {"shapes": len(shapes)}
 
 
 def assert_same(one: Tensor, other: Tensor, message: str) -> None:
@@ -344,6 +356,7 @@ def recorded(place: Place, rank: int, world_size: int) -> Found:
 # What tells most first.
 CHECKS: dict[str, Task] = {
     "codecs": Task("encoding, the mean and the digest have the bits of the CPU", codecs, seconds=150),
+    "directions": Task("the direction of matrices has the bits of the CPU", directions, seconds=100),
     **{
         f"bits, {name}": Task("a run of two groups has the bits of the CPU", partial(bits, name), 2, seconds=100)
         for name in CHOICES

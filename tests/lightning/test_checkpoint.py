@@ -371,7 +371,7 @@ def test_damaged_folders_and_other_settings_are_refused_by_name(tmp_path: Path) 
         ("is not what was saved", alter),
         ("which is missing. The folder", of_another_checkpoint),
     ]
-    lr, momentum = recommended().outer_lr, recommended().outer_momentum
+    lr, momentum = recommended().outer_lr, MOMENTUM["outer_momentum"]
     outer = OuterOptimizer(outlier_guard=5.0, clip_norm=2.0)
     changed = f"sync_every was 8, now it is 9; outer_lr was {lr}, now it is 0.375; outer_momentum was {momentum}, now "
     changed += "it is 0.75; outer_optimizer.clip_norm was None, now it is 2.0; outer_optimizer.outlier_guard was "

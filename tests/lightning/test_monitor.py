@@ -310,7 +310,7 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
     columns = {name: [row[number] for row in rows] for number, name in enumerate(header) if name[:8] == "sdiloco/"}
     for name in ("sdiloco/link_gbit_s", "sdiloco/peak_gbit_s"):
         columns.pop(name, None)
-    assert len(columns) == 26
+    assert len(columns) == 27
     assert [0 <= float(share) <= 1 for share in columns.pop("sdiloco/compute_utilisation") if share] == [True] * 2
     assert [name for name in columns if f"| `{re.sub('_[012]$', '', name)}" not in PAGE] == []
     landed = [index for index, total in enumerate(columns["sdiloco/outer_grad_norm"]) if total]
@@ -324,7 +324,11 @@ def test_three_groups_in_two_shots_are_logged_and_recorded_with_their_validation
     (section,) = layout.category
     charts = {chart.title: list(chart.multiline.tag) for chart in section.chart}
     assert section.title == "Streaming DiLoCo"
-    assert charts["Outer gradient"] == ["sdiloco/outer_grad_norm", "sdiloco/outer_grad_norm_group_.*"]
+    assert charts["Outer gradient"] == [
+        "sdiloco/outer_grad_norm",
+        "sdiloco/direction_norm",
+        "sdiloco/outer_grad_norm_group_.*",
+    ]
     assert "sdiloco/outer_grad_norm_group_1" in events.Tags()["scalars"]
     # Records are beside what the first logger writes.
     for rank in read_run(tmp_path / "sdiloco").ranks:
@@ -424,8 +428,8 @@ def test_one_line_says_what_is_active_and_another_what_the_link_has_to_carry(wor
     start, measured = lines
     assert start == (
         "Streaming DiLoCo: 2 worker groups of 2 ranks, 4 fragments, sync_every=4, overlap_steps=2, outer_lr=0.75,"
-        f" outer_momentum=0.5, mixing=0.25; each rank sends {sent[0]} bytes to {sent[-1]} bytes a fragment; the first"
-        " launch follows inner step 4."
+        f" outer_momentum=0.5, mixing=0.25, direction=equalised; each rank sends {sent[0]} bytes to {sent[-1]} bytes a"
+        " fragment; the first launch follows inner step 4."
     )
     seconds = float(re.findall(r"an inner step takes (\S+) s", measured)[0])
     [(window, rate, unit)] = re.findall(r"gives the link (\S+) s .* carry (\S+) ([kM]bit/s)", measured)
