@@ -76,28 +76,36 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
     return stacks
 
 
-def with_direction(settings: Settings, model: nn.Module, topology: Topology) -> Settings:
+def with_direction(settings: Settings, model: nn.Module, topology: Topology, *, says: bool = True) -> Settings:
     """Returns the settings with a direction that suits them and the model. All ranks must call it."""
-    chosen = settings.directed(may_direct(model, topology.world))
-    if chosen != settings.directed() and topology.rank == 0:
+    reasons = topology.world.all_gather_object(reason_against(model))
+    reason = next(filter(None, reasons), None)
+    chosen = settings.directed(may_direct=reason is None)
+    if says and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
-            "The outer step treats every value by itself: to map the matrices of more than %d values takes long beside"
-            " training where float64 is slow, as on CPUs and on GPUs for graphics. Give"
-            " outer_optimizer=OuterOptimizer(direction='equalised') to map them all the same.",
-            MOST_VALUES,
+            "The outer step treats every value by itself: %s. Give"
+            " outer_optimizer=OuterOptimizer(direction='equalised') to map matrices all the same.",
+            reason,
         )
     return chosen
 
 
-def may_direct(model: nn.Module, world: Communicator) -> bool:
-    """Returns whether mapping the matrices of a model takes little time on every rank. All ranks must call it."""
+def reason_against(model: nn.Module) -> str | None:
+    """Returns why the matrices of a model are not mapped by default, as this rank sees it; None if they are."""
     parameters = trainable(model).values()
     if any(map(is_lazy, parameters)):
         # Such models are refused where they are cut.
-        return True
-    is_small = sum(parameter.numel() for parameter in parameters) <= MOST_VALUES
-    is_fast = all(has_fast_float64(parameter.device) for parameter in parameters)
-    return all(world.all_gather_object(is_small or is_fast))
+        return None
+    values = sum(parameter.numel() for parameter in parameters)
+    frozen = sum(parameter.numel() for parameter in model.parameters() if not parameter.requires_grad)
+    if frozen > values:
+        return "most of the model is frozen, as with LoRA, where that did better"
+    if values > MOST_VALUES and not all(has_fast_float64(parameter.device) for parameter in parameters):
+        return (
+            f"to map the matrices of more than {MOST_VALUES:,} values takes long beside training where float64 is slow,"
+            " as on CPUs and on GPUs for graphics"
+        )
+    return None
 
 
 def has_fast_float64(device: torch.device) -> bool:

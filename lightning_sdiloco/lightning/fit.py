@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_sdiloco.comm.watch import WorldWatch
 from lightning_sdiloco.engine.engine import StreamingDiLoCo
 from lightning_sdiloco.engine.fragments import Landing
-from lightning_sdiloco.engine.matrices import may_direct
+from lightning_sdiloco.engine.matrices import with_direction
 from lightning_sdiloco.engine.start import align_at_end, align_model, cut, require_same_model, require_same_start
 from lightning_sdiloco.lightning.checkpoint import Checkpointer, begin_epochs_alike
 from lightning_sdiloco.lightning.epochs import (
@@ -132,7 +132,7 @@ class Fit(FitState):
         topology = self.groups.topology
         self.checkpointer.make_trainable(model)
         require_same_model(model, topology.world)
-        settings = self.options.settings.directed(may_direct(model, topology.world))
+        settings = with_direction(self.options.settings, model, topology, says=False)
         self._results.fragments = cut(model, settings).fragments
         align_model(model, topology)
 

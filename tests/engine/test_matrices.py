@@ -198,17 +198,24 @@ def test_a_run_goes_on_with_the_direction_that_it_began_with() -> None:
     assert Settings().taken_from(saved).outer.direction == "elementwise", "it was saved before there were directions"
 
 
-def test_models_that_are_large_for_their_device_step_elementwise_unless_asked(
+def test_where_matrices_are_mapped_by_default(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Not with LoRA, and not in models that are large for their device, unless somebody asks for it."""
+
+    def told() -> list[str]:
+        messages = [record.getMessage() for record in caplog.records]
+        return [message for message in messages if "treats every value by itself" in message]
+
     assert StreamingDiLoCo(mlp()).settings.outer.direction == "equalised"
-    assert not caplog.records[1:]
+    assert not told()
+    adapted = nn.Sequential(mlp().requires_grad_(False), nn.Linear(3, 3))
+    settings = StreamingDiLoCo(adapted).settings
+    assert (settings.outer.direction, settings.outer_lr) == ("elementwise", 0.7)
+    assert "most of the model is frozen, as with LoRA" in told()[-1]
     monkeypatch.setattr("lightning_sdiloco.engine.matrices.MOST_VALUES", 100)
-    engine = StreamingDiLoCo(mlp())
-    assert engine.settings.outer.direction == "elementwise"
-    assert engine.settings.outer_lr == 0.7
-    told = [record.getMessage() for record in caplog.records if "treats every value by itself" in record.getMessage()]
-    assert len(told) == 1
-    assert "more than 100 values" in told[0]
+    assert StreamingDiLoCo(mlp()).settings.outer.direction == "elementwise"
+    assert "more than 100 values" in told()[-1]
+    assert len(told()) == 2
     assert StreamingDiLoCo(mlp(), outer_optimizer=EQUALISED).settings.outer.direction == "equalised"
-    assert len(told) == 1
+    assert len(told()) == 2
