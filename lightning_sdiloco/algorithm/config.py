@@ -115,12 +115,12 @@ def momentum_for(least: float) -> float:
 def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: int = 4) -> DenseBeginning | None:
     """Returns the dense beginning that suits a run, with rounds of ``sync_every`` inner steps; None: there is none.
 
-    It is a tenth of the inner steps with four groups and more, and a fifth with eight and more; see docs/choosing.md.
+    It is a fifth of the inner steps, with eight groups and more: fewer do as well without; see docs/choosing.md.
 
     Examples:
-        >>> dense_for(4, 4000, Settings()), dense_for(8, 4000, Settings(), 8).rounds
-        (DenseBeginning(rounds=100, sync_every=4, overlap_steps=None), 100)
-        >>> dense_for(2, 4000, Settings()), dense_for(4, 100, Settings()), dense_for(4, 4000, Settings(sync_every=7))
+        >>> dense_for(8, 4000, Settings()), dense_for(64, 4000, Settings(), 8).rounds
+        (DenseBeginning(rounds=200, sync_every=4, overlap_steps=None), 100)
+        >>> dense_for(4, 4000, Settings()), dense_for(8, 50, Settings()), dense_for(8, 4000, Settings(sync_every=7))
         (None, None, None)
     """
     decides_itself = settings.schedule is not None or not settings.shares or settings.outer.make is not None
@@ -128,16 +128,17 @@ def dense_for(num_groups: int, steps: float, settings: "Settings", sync_every: i
         return None
     if 2 * sync_every > settings.sync_every:
         return None
-    share = 0.1 if num_groups < _MANY_FOR_DENSE else 0.2
-    rounds = round(share * steps) // sync_every
+    rounds = round(_DENSE_SHARE * steps) // sync_every
     return DenseBeginning(rounds, sync_every) if rounds >= _FEWEST_DENSE_ROUNDS else None
 
 
 # A run that is resumed with other values of these trains on exactly as before, up to its end.
 _MAY_CHANGE = ("exchange.backend", "outer_optimizer.offload", "timeout")
 
-# Numbers of groups from which on a dense beginning is chosen, and a longer one; and its fewest rounds.
-_FEWEST_FOR_DENSE, _MANY_FOR_DENSE, _FEWEST_DENSE_ROUNDS = 4, 8, 3
+# From how many groups on a dense beginning is chosen, for which share of the inner steps, and its fewest rounds.
+_FEWEST_FOR_DENSE = 8
+_DENSE_SHARE = 0.2
+_FEWEST_DENSE_ROUNDS = 3
 
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")

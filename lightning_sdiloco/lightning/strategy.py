@@ -104,7 +104,7 @@ class GroupStrategy:
             parameters and outer momentum of any checkpoint. With the suffix ``":newest"``, only the newest checkpoint
             keeps the folder that a fit resumes from.
         dense_beginning: A ``lightning_sdiloco.DenseBeginning``: in the first rounds groups exchange more often.
-            ``"auto"``: a share of all steps if there are four groups or more and the length of the fit is known, with
+            ``"auto"``: a fifth of all steps if there are eight groups or more and the length of the fit is known, with
             rounds as short as the link hides; see docs/choosing.md. None: none.
         schedule: When fragments launch: a ``LaunchSchedule`` such as ``Selective()``, which launches less often while
             outer gradients hardly change. None: every ``sync_every`` inner steps.
