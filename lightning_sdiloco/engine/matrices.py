@@ -6,9 +6,9 @@ own, and sends back what became of them. The bits do not depend on who maps what
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +38,9 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 
 MOST_VALUES = 10_000_000
 """The most trainable values of a model whose matrices are mapped by default where float64 is not fast."""
+
+FEWEST_ROUNDS = 5
+"""The fewest rounds in which matrices are mapped by default: with less, the plain mean did better."""
 
 # The compute capabilities of P100, V100, A100, H100 and H200, and B200. Other GPUs have a 32nd or a 64th of that rate.
 _FAST_FLOAT64 = ((6, 0), (7, 0), (8, 0), (9, 0), (10, 0))
@@ -76,12 +79,14 @@ def stacks_of(model: nn.Module, patterns: Mapping[str, int]) -> dict[str, Stack]
     return stacks
 
 
-def with_direction(settings: Settings, model: nn.Module, topology: Topology, *, says: bool = True) -> Settings:
-    """Returns the settings with a direction that suits them and the model. All ranks must call it."""
+def with_direction(
+    settings: Settings, model: nn.Module, topology: Topology, rounds: float = math.inf, *, says: bool = True
+) -> Settings:
+    """Returns the settings with a direction that suits them, the model and so many rounds. All ranks must call it."""
     reasons = topology.world.all_gather_object(reason_against(model))
     reason = next(filter(None, reasons), None)
-    chosen = settings.directed(may_direct=reason is None)
-    if says and chosen != settings.directed() and topology.rank == 0:
+    chosen = settings.directed(may_direct=reason is None and rounds >= FEWEST_ROUNDS)
+    if says and reason is not None and chosen != settings.directed() and topology.rank == 0:
         _log.warning(
             "The outer step treats every value by itself: %s. Give"
             " outer_optimizer=OuterOptimizer(direction='equalised') to map matrices all the same.",
@@ -227,7 +232,7 @@ class Matrices:
         )
         matrices = dict[str, Tensor]()
         for index, place in enumerate(owned):
-            whole = gradient.new_empty(prod(place.stack))
+            whole = gradient.new_empty(math.prod(place.stack))
             for rank in self._ranks:
                 place.specs[rank].insert(whole, received[rank][index])
             matrices[place.name] = whole.view(place.stack)

@@ -225,19 +225,21 @@ class Options:
         if self.settings.shares and topology.num_groups > 1:
             # Groups may have unequal numbers of batches.
             self.steps = min(topology.world.all_gather_object(steps))
-        self.settings = with_direction(self.settings, model, topology)
         if self.chooses_dense and not self.is_planned:
             dense = dense_for(topology.num_groups, self.steps, self.settings)
             self.settings = replace(self.settings, dense_beginning=dense)
             self.chooses_dense = dense is not None
-        self._choose_outer_step(topology.num_groups)
+        self._choose_outer_step(model, topology)
 
-    def _choose_outer_step(self, num_groups: int) -> None:
-        """Chooses the open settings of the outer step, if the number of rounds is known by now."""
-        if self.steps < math.inf and not {"sync_every", "dense_beginning"} & {*self.open}:
-            dense = self.settings.dense_beginning
-            rounds = (self.steps - (dense.steps if dense else 0)) // self.settings.sync_every
-            self.settings = self.settings.chosen_for(num_groups, rounds)
+    def _choose_outer_step(self, model: nn.Module, topology: Topology) -> None:
+        """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
+        if {"sync_every", "dense_beginning"} & {*self.open}:
+            return
+        dense = self.settings.dense_beginning
+        rounds = (self.steps - (dense.steps if dense else 0)) // self.settings.sync_every
+        self.settings = with_direction(self.settings, model, topology, rounds)
+        if self.steps < math.inf:
+            self.settings = self.settings.chosen_for(topology.num_groups, rounds)
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
         """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks must call it."""
@@ -369,7 +371,7 @@ class Options:
         self.auto, self.settings = (), replace(settings, **chosen)
         if self.chooses_dense:
             self._choose_dense(model, topology, step_time)
-        self._choose_outer_step(topology.num_groups)
+        self._choose_outer_step(model, topology)
 
 
 def dense_rounds_alone(settings: Settings, dense: DenseBeginning) -> Settings:

@@ -135,7 +135,7 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
 def test_what_a_checkpoint_holds_is_taken_up_and_forgotten_with_its_fit(rank: int, tmp_path: Path) -> None:
     """By as many groups and by others; a fit after it chooses anew."""
     saved = {"outer_lr": 0.625, "outer_momentum": 0.5, "mixing": 0.375}
-    of_two_rounds, of_four = recommended(least=2)._asdict(), recommended(least=4)._asdict()
+    of_two_rounds, of_four = (recommended(least=rounds, direction="elementwise")._asdict() for rounds in (2, 4))
     path = tmp_path / "given.ckpt"
 
     def numbers(groups: int, *starts: Path | None, callbacks: Any = (), **choices: Any) -> list[Any]:

@@ -36,8 +36,8 @@ from tests.training import inner_optimizer, mlp
 
 STEPS = 26
 CHOICES: dict[str, Any] = {"sync_every": 8, "overlap_steps": 5, "fragments": "strided:1"}
-# It depends on how long a fit is, unless it is given.
-MOMENTUM = {"outer_momentum": 0.9}
+# They depend on how long a fit is, unless they are given.
+MOMENTUM = {"outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="equalised")}
 NEWEST: dict[str, Any] = {"save_top_k": 1, "monitor": "step", "mode": "max"}
 pl = importlib.import_module(LIGHTNING)
 AsyncCheckpointIO, TorchCheckpointIO = pl.plugins.AsyncCheckpointIO, pl.plugins.TorchCheckpointIO

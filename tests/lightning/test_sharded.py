@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import GPT, next_byte_loss
-from lightning_sdiloco import DenseBeginning, StreamingDiLoCo
+from lightning_sdiloco import DenseBeginning, OuterOptimizer, StreamingDiLoCo
 from lightning_sdiloco.algorithm.weighting import CONTROL_BYTES
 from lightning_sdiloco.comm.communicator import Communicator
 from lightning_sdiloco.comm.topology import Topology
@@ -43,7 +43,8 @@ from pretrain_text import ByteGPT  # isort: skip
 # One layer each, so that a fragment may lie on a part of the ranks only. One is in flight after step 6, two after 7;
 # after step 11, when all have landed once, the first are launched again.
 CHOICES: dict[str, Any] = {"sync_every": 5, "overlap_steps": 3, "fragments": "strided:1", "compression": "fp32"}
-CHOICES["outer_momentum"] = 0.9  # whatever the length of a fit
+# Whatever the length of a fit.
+CHOICES |= {"outer_momentum": 0.9, "outer_optimizer": OuterOptimizer(direction="equalised")}
 STEPS = 14
 Fit = dict[str, Any]
 
