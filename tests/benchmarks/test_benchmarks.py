@@ -258,7 +258,7 @@ def test_what_two_laws_say_of_small_models_is_drawn_beside_what_the_strategy_doe
     scaling.main(["--picture", str(tmp_path / "scaling.svg")])
     assert (tmp_path / "scaling-dark.svg").exists()
     told = capsys.readouterr().out
-    assert "114,336 | 2 |" in told
+    assert [f"114,336 | {groups} |" in told for groups in (2, 4, 8)] == [True] * 3
 
 
 def test_a_claim_of_the_paper_is_judged_by_the_whole_interval_on_runs_that_are_kept() -> None:
