@@ -208,7 +208,7 @@ def test_groups_that_wait_in_vain_are_told_and_a_clock_stands_still_while_others
 
 def test_one_run_tells_losses_bytes_and_time(tmp_path: Path) -> None:
     answer = told(tmp_path, *LINK, "--set=trainer.max_steps=12", "--absence=1:1-4000")
-    text, chosen = answer["text"], recommended()
+    text, chosen = answer["text"], recommended(direction="elementwise")
     for line in (
         "2 worker groups, 12 inner steps each, 74 parameters",
         f"overlap_steps=2, mixing={chosen.mixing}, compression='fp4', outer_lr={chosen.outer_lr}, outer_momentum=",
