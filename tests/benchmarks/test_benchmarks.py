@@ -132,7 +132,8 @@ def test_over_slow_links_ours_keeps_its_speed_learns_the_same_and_sends_what_it_
         budget = case["steps"] * 2 * case["batch"] * TINY.context / training.parameters(TINY)
         if choices is not None:
             # A Trainer knows how few rounds there are, and groups in one process do not.
-            choices |= Settings(**choices).chosen_for(2, case["steps"] // choices["sync_every"]).numbers
+            settings = Settings(**choices, outer_optimizer=quality.ELEMENTWISE)
+            choices |= settings.chosen_for(2, case["steps"] // choices["sync_every"]).numbers
         in_one_process = training.Training(TINY, choices, budget=budget, lr=case["lr"])
         assert points[-1]["loss"] == pytest.approx(text.loss(training.trained(in_one_process, text)), abs=1e-4)
         assert [point["step"] for point in points] == [5, 10, 15, 20]
