@@ -25,7 +25,6 @@ from benchmarks.comparison import interval
 from benchmarks.models import lr_factor
 from benchmarks.quality import HELD_OUT, TUNING
 from lightning_sdiloco import SimulatedGroups
-from lightning_sdiloco.algorithm.config import Settings, dense_for
 
 GROUPS, BATCH, SIDE, CLASSES, EVERY = 4, 16, 16, 10, 20
 RATES, STEPS, JUDGED_BY = (0.05, 0.1), 800, 2000
@@ -83,8 +82,7 @@ def trained(in_groups: bool, lr: float, seed: int, steps: int) -> Judged:
     schedules = [LambdaLR(own[0], lambda step: lr_factor(step, steps, warmup=steps // 20)) for own in optimizers]
     streaming = None
     if in_groups:
-        dense = dense_for(GROUPS, steps, Settings(sync_every=EVERY))
-        streaming = SimulatedGroups(models, optimizers, sync_every=EVERY, dense_beginning=dense)
+        streaming = SimulatedGroups(models, optimizers, sync_every=EVERY)
     for batches in batches_of(seed, steps):
         for model, (x, y) in zip(models * (GROUPS // len(models)), batches, strict=True):
             (F.cross_entropy(model(x), y) * len(models) / GROUPS).backward()

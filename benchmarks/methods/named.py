@@ -9,9 +9,9 @@ from typing_extensions import override
 
 from benchmarks.methods.trained import Dropping, Eager, FedGLOMO, HalfSpeed, SlowUplink
 from benchmarks.models import TINY
-from benchmarks.quality import DILOCO, HELD_OUT, MUON_RATES, TUNING, Rates, pair
+from benchmarks.quality import DILOCO, ELEMENTWISE, HELD_OUT, MUON_RATES, TUNING, Rates, pair
 from benchmarks.training import CUT, NamedTraining
-from lightning_sdiloco import Carry, FastestPairs, OuterOptimizer, RandomPairs, Ring, Selective, TwoShot
+from lightning_sdiloco import Carry, FastestPairs, RandomPairs, Ring, Selective, TwoShot
 from lightning_sdiloco.algorithm.config import Settings
 from lightning_sdiloco.compression import ErrorFeedback, Int2, Threshold, TopK
 
@@ -122,8 +122,7 @@ def training(method: str, groups: int, seed: int) -> NamedTraining:
     if groups == 1 and how.beside is None:
         return replace(one, choices=None)
     given = one.given()
-    elementwise = OuterOptimizer(direction="elementwise")
-    base = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "outer_optimizer": elementwise}
+    base = {"sync_every": SYNC_EVERY, "overlap_steps": OVERLAP_STEPS, "outer_optimizer": ELEMENTWISE}
     settings = Settings(**{**base, **given}).chosen_for(groups)
     numbers = {name: value for name, value in settings.numbers.items() if name not in given}
     choices = {"sync_every": settings.sync_every, "overlap_steps": settings.overlap_steps, "fragments": CUT, **numbers}

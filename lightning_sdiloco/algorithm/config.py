@@ -140,6 +140,9 @@ _FEWEST_FOR_DENSE = 8
 _DENSE_SHARE = 0.2
 _FEWEST_DENSE_ROUNDS = 3
 
+# What settings were before there was a choice, where they were not None.
+_FORMERLY = {"outer_optimizer.direction": ELEMENTWISE}
+
 # The settings of the Nesterov SGD that an optimizer of the user replaces.
 _OF_SGD = ("outer_lr", "outer_momentum")
 
@@ -498,8 +501,7 @@ class Settings:
         # A landing rule cannot be read from text: the comparison afterwards shows if it is another one.
         texts = {name: saved.get(name, repr(AUTO)) for name in self._left_open}
         taken = replace(self, **{name: ast.literal_eval(text) for name, text in texts.items() if text[-1] != ")"})
-        # What was saved before there were directions had none.
-        direction = saved.get("outer_optimizer.direction", ELEMENTWISE)
+        direction = _saved_as("outer_optimizer.direction", saved)
         return taken if direction == AUTO else taken._directed(direction)
 
     @property
@@ -534,15 +536,19 @@ class Settings:
     @staticmethod
     def differences(saved: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
         """Returns in which settings a checkpoint differs from a run, in a sentence for each."""
-        # A checkpoint that is older than a setting had none.
-        different = [name for name in now if saved.get(name, repr(None)) != now[name]]
-        return [f"{name} was {saved.get(name)}, now it is {now[name]}" for name in different]
+        different = [name for name in now if _saved_as(name, saved) != now[name]]
+        return [f"{name} was {_saved_as(name, saved)}, now it is {now[name]}" for name in different]
 
     def described(self) -> dict[str, str]:
         """Returns every setting as text that is the same on all ranks if and only if the setting is."""
         texts = {item.name: repr(getattr(self, item.name)) for item in fields(self)}
         kind, backend = kind_and_backend(self.exchange)
         return {**texts, **self.outer.described(), "exchange": repr(kind), "exchange.backend": backend}
+
+
+def _saved_as(name: str, saved: Mapping[str, str]) -> str:
+    """Returns the text of a setting in a checkpoint, which may be older than the setting."""
+    return saved.get(name, _FORMERLY.get(name, repr(None)))
 
 
 # The names of arguments

@@ -13,6 +13,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+Direction = Callable[[str, Tensor], Tensor]
+"""A map of the mean outer gradient of a parameter: its name, and its matrices ``(number, rows, columns)``, float32.
+
+It returns matrices of that shape, keeps nothing from one call to the next, and has the same bits in every group.
+"""
+
+EQUALISED: Literal["equalised"] = "equalised"
+ELEMENTWISE: Literal["elementwise"] = "elementwise"
+
 SMALLEST_SHARE = 1e-3
 """Singular values above this share of the Frobenius norm become equal; smaller ones stay in proportion."""
 
@@ -27,6 +36,9 @@ _POLYNOMIALS = (
     (2.273749994, -1.644660368, 0.416190927),
     (1.888716197, -1.265157225, 0.376518926),
 )
+
+# Matrices of one shape are mapped together, up to so many values: many small ones take as long as one.
+_TOGETHER = 1 << 22
 
 _FIXED_POINT = 2.0**24
 
@@ -100,20 +112,6 @@ def _power_of_two(matrices: Tensor) -> Tensor:
     """Returns the power of two at or below the largest magnitude of each matrix, as a matrix of one value."""
     largest = matrices.abs().amax(dim=(-2, -1), keepdim=True).clamp_min(_SMALLEST)
     return (largest.view(torch.int64) & _EXPONENT).view(torch.float64)
-
-
-Direction = Callable[[str, Tensor], Tensor]
-"""A map of the mean outer gradient of a parameter: its name, and its matrices ``(number, rows, columns)``, float32.
-
-It returns matrices of that shape, keeps nothing from one call to the next, and has the same bits in every group.
-"""
-
-EQUALISED: Literal["equalised"] = "equalised"
-ELEMENTWISE: Literal["elementwise"] = "elementwise"
-
-
-# Matrices of one shape are mapped together, up to so many values: many small ones take as long as one.
-_TOGETHER = 1 << 22
 
 
 def directed_by(direction: Direction, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -71,7 +71,7 @@ class Communicator:
         dist.all_to_all_single(received, sent, group=self.process_group)
         return to_device(received, tensor.device)
 
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """Sends every rank its part; returns what came from each, of these sizes: flat tensors of one dtype."""
         if self.size == 1:
             return list(parts)
@@ -151,7 +151,7 @@ class MessageCommunicator(Communicator):
         return [to_device(part, tensor.device) for part in received]
 
     @override
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         sent = [self._staged(part).contiguous() for part in parts]
         received = [sent[self.rank].new_empty(size) for size in sizes]
         received[self.rank] = sent[self.rank]

@@ -311,7 +311,7 @@ class FragmentState:
             untrained = self.untrained.digested()
             outer = self.storage.load(self.outer.values) if launch.purpose is Purpose.MEAN else launch.outer
             alike = [outer] if untrained is None else [outer, untrained]
-        return combined([0, *(digest(values, start=self.layout.start) for values in alike)])
+        return combined([digest(values, start=self.layout.start) for values in alike])
 
     def norm(self, purpose: Purpose, gradient: Tensor) -> Tensor:
         """Returns the norm of an outer gradient, or of a mean of some: by how much it moves the outer parameters."""

@@ -35,7 +35,6 @@ _log = logging.getLogger(__name__)
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
-
 MOST_VALUES = 10_000_000
 """The most trainable values of a model whose matrices are mapped by default where float64 is not fast."""
 
@@ -271,5 +270,5 @@ def _exchanged(
     if group.size == 1:
         return [list(vectors) for vectors in sent]
     messages = [torch.cat([nothing, *vectors]) for vectors in sent]
-    received = group.exchange(messages, [sum(of_rank) for of_rank in sizes])
+    received = group.all_to_all_vectors(messages, [sum(of_rank) for of_rank in sizes])
     return [list(message.split(list(of_rank))) for message, of_rank in zip(received, sizes, strict=True)]

@@ -547,9 +547,10 @@ class FragmentLayout(ABC):
     def outer_gradient(self, outer: Tensor) -> Tensor:
         """Returns the outer gradient, outer parameters minus local ones, in one pass over both."""
         difference = new_vector(outer.numel(), outer.device)
+        held = self.held
         parts = [whole[: self._end].split_with_sizes(self._lengths) for whole in (outer, difference)]
         for (index, own), before, part in zip(self._pieces, *parts, strict=True):
-            values = self.held[index].reshape(-1)[own]
+            values = held[index].reshape(-1)[own]
             # Longer types are rounded first, as they are where the shard is read.
             exact = torch.promote_types(values.dtype, torch.float32) == torch.float32
             torch.sub(before, values if exact else values.to(torch.float32), out=part)

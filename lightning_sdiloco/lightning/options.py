@@ -235,11 +235,18 @@ class Options:
         """Chooses the open settings of the outer step, unless what they depend on is chosen later."""
         if {"sync_every", "dense_beginning"} & {*self.open}:
             return
-        dense = self.settings.dense_beginning
-        rounds = (self.steps - (dense.steps if dense else 0)) // self.settings.sync_every
+        rounds = self._rounds()
         self.settings = with_direction(self.settings, model, topology, rounds)
-        if self.steps < math.inf:
+        if rounds < math.inf:
             self.settings = self.settings.chosen_for(topology.num_groups, rounds)
+
+    def _rounds(self) -> float:
+        """Returns how many rounds of ``sync_every`` inner steps the fit has; infinite where its length is not known."""
+        if self.steps == math.inf:
+            return math.inf
+        dense = self.settings.dense_beginning
+        dense_steps = 0 if dense is None else dense.steps
+        return (self.steps - dense_steps) // self.settings.sync_every
 
     def _choose_dense(self, model: nn.Module, topology: Topology, step_time: float) -> None:
         """Chooses the shortest dense rounds that the link hides; none if it hides none. All ranks must call it."""

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_sdiloco import StreamingDiLoCo, WorkerGroups
-from lightning_sdiloco.engine.shards import OuterParameter, ShardedLayout, divided, part_of, shard_specs, to_parameters
+from lightning_sdiloco.engine.shards import (
+    OuterParameter,
+    ShardedLayout,
+    WholeLayout,
+    divided,
+    part_of,
+    shard_specs,
+    to_parameters,
+)
 from tests.fits import refusal
 from tests.ranks import run_ranks
 from tests.training import mlp
@@ -65,6 +73,21 @@ def test_shards_are_those_of_torch_and_hold_every_value_once() -> None:
             StreamingDiLoCo(model, worker_groups=1, untrained={"mean": "mean"})
 
     run_ranks(check, 4)
+
+
+def test_a_launch_looks_at_every_parameter_once() -> None:
+    """However many there are: it runs in the training thread."""
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(1000)]
+    layout = WholeLayout([str(index) for index in range(1000)], parameters)
+    looked_at = list[int]()
+
+    def look(parameter: torch.Tensor) -> torch.Tensor:
+        looked_at.append(id(parameter))
+        return parameter.detach()
+
+    layout._held = look
+    assert not layout.outer_gradient(torch.ones(3000)).any()
+    assert looked_at == [id(parameter) for parameter in parameters]
 
 
 def test_outer_state_survives_being_sharded_and_joined() -> None:

@@ -193,7 +193,7 @@ class Threads(Communicator):
         assert len({(one.shape, one.dtype) for one in every}) == 1
         return every
 
-    def exchange(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    def all_to_all_vectors(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         received: list[Tensor] = [sent[self.rank] for sent in self.all_gather_object([part.clone() for part in parts])]
         assert [part.numel() for part in received] == list(sizes)
         return received

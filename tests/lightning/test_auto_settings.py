@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
@@ -129,6 +130,20 @@ def test_what_a_slow_link_gets_is_told_resumed_and_the_same_as_if_it_was_given(r
             float(row[f"sdiloco/{name}"]) for name in ("sync_every", "overlap_steps", "fragments", "measured_gbit_s")
         ]
         assert logged == [slow["sync_every"], slow["overlap_steps"], 2, 5e-6]
+
+
+@in_ranks(2)
+def test_fits_of_few_rounds_step_elementwise_and_those_whose_length_is_not_known_map_matrices(rank: int) -> None:
+    def direction(**choices: Any) -> Any:
+        strategy = StreamingDiLoCoStrategy(2, sync_every=4, overlap_steps=1)
+        stop = LambdaCallback(on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", True))
+        runner = trainer(strategy=strategy, devices=2, callbacks=[stop], **{"max_steps": -1, **choices})
+        runner.fit(module(), SomeBatches(rank, 2))
+        return strategy.engine.settings.outer.direction
+
+    assert direction(max_steps=19) == "elementwise"
+    assert direction(max_steps=20) == "equalised"
+    assert direction(max_epochs=-1) == "equalised"
 
 
 @in_ranks(2)
